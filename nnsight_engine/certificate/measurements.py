@@ -149,6 +149,7 @@ class Reference:
 
 
 def measured(measure: Callable[..., torch.Tensor], *args: Any, **options: Any) -> Measurement:
+    """Return what ``measure`` returns, or its error as a ``Failure``."""
     try:
         return measure(*args, **options)
     except Exception as error:  # noqa: BLE001 - whatever it is, the certificate says it
@@ -183,6 +184,7 @@ def read(model: Any, prompt: Any, names: Sequence[str], **options: Any) -> dict[
 
 
 def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Add ``change`` to a point's tensor itself; return the logits, see above for the positions."""
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name]
@@ -193,6 +195,7 @@ def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor, **o
 
 
 def assign(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Assign a changed copy to a point; the same positions and logits as ``write_in_place``."""
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name].clone()

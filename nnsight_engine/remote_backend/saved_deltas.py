@@ -41,6 +41,7 @@ class DeltaReader:
         self.grown: dict[str, list[Any]] = {}
 
     def read(self, data: bytes) -> None:
+        """Merge a delta: ``whole`` values replace earlier ones, ``grown`` items extend their lists."""
         try:
             message = decode(data, policy=self._policy, limits=self._limits)
             whole = values_by_name(message["whole"])

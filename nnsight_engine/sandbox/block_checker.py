@@ -69,8 +69,8 @@ def load_modules() -> None:
 def check_syntax(node: Any, filename: str) -> None:
     """Refuse a definition or ``Nested`` block that could not run: SandboxError names the first such line."""
     first: tuple[tuple[int, int], str, str] | None = None
-    for part in _parts(node):
-        for syntax_node in ast.walk(part):
+    for syntax_tree in _parts(node):
+        for syntax_node in ast.walk(syntax_tree):
             rule = _RULES.get(type(syntax_node))
             for at, what, instead in rule(syntax_node) if rule is not None else ():
                 place = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))

@@ -106,6 +106,7 @@ def without_frames(error: httpx.TransportError) -> None:
 
 
 def _growing_pauses(patience_s: float) -> Iterator[float]:
+    """Yield pauses in seconds, doubled each time and varied, for ``patience_s`` seconds."""
     end = time.monotonic() + patience_s
     pause = _FIRST_PAUSE_S
     while time.monotonic() < end:

@@ -76,6 +76,7 @@ class Display:
                 self._bars.stop()
 
     def event(self, event: dict[str, Any]) -> None:
+        """Show what a block printed at once; other events as the status."""
         status, job = str(event.get("status")), str(event.get("job") or "")
         message = event.get("message")
         if status == JobStatus.LOG:
@@ -96,6 +97,7 @@ class Display:
                 self._bars.update(self._task(way, total), completed=num_bytes, total=total)
 
     def _appear(self) -> None:
+        """Begin to show, by the timer's thread, as the trace has taken ``_QUIET_S``."""
         with self._lock:
             if self._timer is None:  # the trace is over
                 return
@@ -116,6 +118,7 @@ class Display:
                 self._bars.start()
 
     def _draw(self) -> None:
+        """Show the status, or on no terminal its new lines; the lock is held."""
         if self._bars is not None:
             self._bars.update(self._task("", None), description=self._text)
         else:
@@ -124,6 +127,7 @@ class Display:
         self._lines = ""
 
     def _task(self, name: str, total: int | None) -> TaskID:
+        """Return the progress bar of a transfer, or of the status for an empty name; made when first used."""
         assert self._bars is not None  # noqa: S101 - otherwise there are no tasks
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total)

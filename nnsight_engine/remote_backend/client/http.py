@@ -116,6 +116,7 @@ class HttpTransport:
     # Jobs.
 
     def submit(self, request: TraceRequest, progress: Progress | None = None) -> dict[str, Any]:
+        """Send a trace as a job; its key lets the server recognize a repeated request."""
         key = {"Idempotency-Key": uuid.uuid4().hex}
         answer = self._with_retries(
             lambda: self._post("/v1/jobs", request, progress, headers=key), is_repeatable=True
@@ -193,6 +194,7 @@ class HttpTransport:
         return JobStatus(answer["status"]).is_final
 
     def _events(self, job_id: str, after: int, end: float | None) -> Iterator[dict[str, Any]]:
+        """Yield a job's events from one connection, of server-sent events, to its end."""
         response = self._send(
             "GET",
             f"/v1/jobs/{job_id}/events?after={after}",
@@ -255,6 +257,7 @@ class HttpTransport:
         headers: dict[str, str] | None = None,
         stream: bool = False,
     ) -> httpx.Response:
+        """Post a trace; a large one goes in chunks, whose progress is shown."""
         content = request.to_bytes()
         sent = {"content-type": MEDIA_TYPE, "content-length": str(len(content)), **(headers or {})}
         is_large = len(content) > _CHUNK_BYTES
@@ -271,6 +274,7 @@ class HttpTransport:
         stream: bool = False,
         read_s: float = _READ_S,
     ) -> httpx.Response:
+        """Send one request through the process's pool; raise RemoteError for an error status."""
         client = _client(os.getpid())
         request = client.build_request(
             method,
@@ -289,6 +293,7 @@ class HttpTransport:
     def _with_retries(
         self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
     ) -> httpx.Response:
+        """Return the first response; a request that may have been processed is repeated if it may be."""
         tries = Retry(self.url, is_repeatable=is_repeatable)
         while True:
             try:
@@ -314,6 +319,7 @@ def _seconds_until(end: float | None, without_end: float) -> float:
 
 
 def _chunks(content: bytes, progress: Progress | None) -> Iterator[bytes]:
+    """Yield a body in parts, reporting each once the next is asked for, when it has been sent."""
     for start in range(0, len(content), _CHUNK_BYTES):
         yield content[start : start + _CHUNK_BYTES]
         if progress is not None:
@@ -321,12 +327,14 @@ def _chunks(content: bytes, progress: Progress | None) -> Iterator[bytes]:
 
 
 def _report(reader: FrameReader, progress: Progress | None) -> None:
+    """Report the download of the frame that is being read, if it is large."""
     pending = reader.pending
     if progress is not None and pending is not None and pending[1] > _SHOWN_BYTES:
         progress("download", *pending)
 
 
 def _received(socket: ClientConnection, run: RunPart, end: float | None) -> Iterator[dict[str, Any]]:
+    """Yield events from a job's WebSocket; answer the server's calls with what ``run`` returns."""
     reader = FrameReader(MAX_FRAME_BYTES)
     while True:
         message = socket.recv(timeout=None if end is None else _seconds_until(end, _READ_S))

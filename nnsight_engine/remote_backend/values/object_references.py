@@ -44,7 +44,7 @@ def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference
     if place is not None:
         return place
     if isinstance(value, Barrier):
-        number = next((at for at, barrier in enumerate(barriers) if barrier is value), len(barriers))
+        number = next((index for index, barrier in enumerate(barriers) if barrier is value), len(barriers))
         if number == len(barriers):
             barriers.append(value)
         return ("barrier", str(number), str(value.participants))
@@ -76,6 +76,7 @@ def place_of(value: Any, model: Envoy) -> Reference | None:
 
 
 def _points_of(value: Points | PointGroup, model: Envoy) -> Reference:
+    """Return the reference of all standard points of a model, or of a group of them by its prefix."""
     points = value if isinstance(value, Points) else value.__dict__["_points"]
     if points is not model._root.__dict__.get("_points"):  # noqa: SLF001 - an envoy of ours
         _refuse_other("points")
@@ -83,6 +84,7 @@ def _points_of(value: Points | PointGroup, model: Envoy) -> Reference:
 
 
 def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Reference:
+    """Return the path of the module that an operation is in, then the calls that lead to it."""
     path = str(value.path)
     modules = (str(envoy.path) for envoy in model._root._walk())  # noqa: SLF001 - an envoy of ours
     module = max(
@@ -158,10 +160,11 @@ class ObjectReferences:
         return envoy
 
     def _operation(self, kind: str, module: str, *calls: str) -> SourceEnvoy | OperationEnvoy:
+        """Return the operation that calls within a module's source lead to, or with ``source`` its source."""
         operation: SourceEnvoy | OperationEnvoy = self._envoy(module).source
         for call in calls:
-            within = operation.source if isinstance(operation, OperationEnvoy) else operation
-            operation = within.operations[call]
+            source = operation.source if isinstance(operation, OperationEnvoy) else operation
+            operation = source.operations[call]
         return operation.source if kind == "source" and isinstance(operation, OperationEnvoy) else operation
 
 
@@ -178,6 +181,7 @@ _NOTHING: Final = object()
 
 
 def added_part(model: Envoy, codec: Codec) -> list[bytes]:
+    """Return the modules that the user has added, as one message; no message without any."""
     added = model._root._added  # noqa: SLF001 - an envoy of ours
     if not added:
         return []
@@ -219,6 +223,7 @@ def attached(
 
 class _Before:
     def __init__(self, envoy: Envoy, name: str) -> None:
+        """Remember what adding a child of this name to an envoy changes."""
         self._envoy = envoy
         self._class = type(envoy)
         self._name = name
@@ -226,6 +231,7 @@ class _Before:
         self._children, self._names = [*envoy._children], [*envoy._names]  # noqa: SLF001 - an envoy of ours
 
     def restore(self) -> None:
+        """Remove the child that was added, or put back what had its name."""
         envoy = self._envoy
         # Adding the child may have replaced the class, to free the name.
         object.__setattr__(envoy, "__class__", self._class)
@@ -237,6 +243,7 @@ class _Before:
 
 
 def _checked(added: Any) -> list[tuple[str, str, torch.nn.Module]]:
+    """Return a message's added modules: the parent's path, the name and the module of each."""
     kinds = (str, str, torch.nn.Module)
     if not isinstance(added, list) or not all(
         isinstance(path, tuple) and len(path) == len(kinds) and all(map(isinstance, path, kinds))

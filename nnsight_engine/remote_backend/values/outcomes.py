@@ -223,7 +223,7 @@ def groups_of(parts: Sequence[SentPart]) -> list[dict[str, int]]:
 
 
 def _fill(original: Any, value: Any, originals: Mapping[int, Any]) -> None:
-    """Replace the contents of a user's container; ``own`` are those, by ``id`` of the returned ones."""
+    """Replace a user's container's contents; ``originals`` are the user's, by ``id`` of the returned ones."""
     if isinstance(original, list):
         original[:] = [originals.get(id(item), item) for item in value]
     elif isinstance(original, dict):
