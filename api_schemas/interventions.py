@@ -105,6 +105,7 @@ class PromptOperations:
     """A request's operations, grouped by prompt once."""
 
     def __init__(self, operations: Sequence[Intervention]) -> None:
+        """Group operations by the prompts that they name; those without names are for all prompts."""
         self._shared: list[tuple[int, Intervention]] = []
         self._by_prompt: defaultdict[int, list[tuple[int, Intervention]]] = defaultdict(list)
         for index, op in enumerate(operations):

@@ -92,6 +92,7 @@ class OperationRunner:
         return self._output(params, None)
 
     def _output(self, params: SamplingParams, salt: str | None) -> RequestOutput:
+        """Run one request; with a ``salt`` it shares no cached prefix with others."""
         prompt: dict[str, Any] = {"prompt_token_ids": self._ids}
         if salt is not None:
             prompt["cache_salt"] = salt
@@ -249,11 +250,13 @@ class _Comparison:
         self._report = report
         self._ids = reference.facts.prompt_ids
         self._operations = OperationRunner(model, self._ids, adapter)
-        self._class = str(common_result(model.host.call("outline_model"))[0][1])
+        root_module = common_result(model.host.call("outline_model"))[0]
+        _, class_name, *_rest = root_module
+        self._class = str(class_name)
         self._dtype = self._operations.spec.dtype
         self._bounds = Bounds.of(request.tolerance or TOLERANCES[self._dtype])
         self._findings: list[Finding] = []
-        self._is_apart = False
+        self._logits_differ = False
         self._options: dict[str, Any] = {} if adapter is None else {"lora_request": adapter}
 
     def run(self) -> Certificate:
@@ -277,7 +280,7 @@ class _Comparison:
 
     def _add(self, subject: str, what: str, verdict: Verdict) -> None:
         """Add a finding; where the plain logits differ already, a further difference proves nothing."""
-        if self._is_apart and verdict.status is Status.DIFFERS and verdict.difference is not None:
+        if self._logits_differ and verdict.status is Status.DIFFERS and verdict.difference is not None:
             reason = "vLLM's own logits differ from transformers', and this with them"
             verdict = Verdict(Status.NOT_COMPARED, verdict.difference, reason)
         self._findings.append(Finding(subject, what, verdict))
@@ -291,7 +294,7 @@ class _Comparison:
             raise CertificateError(f"vLLM cannot generate: {Failure.of(error).message}") from error
         verdict = judge_value(*_most_likely(logits[0], output), self._bounds)
         self._add(LOGITS, PLAIN, verdict)
-        self._is_apart = verdict.status is Status.DIFFERS
+        self._logits_differ = verdict.status is Status.DIFFERS
         got = list(output.outputs[0].token_ids)
         self._add("tokens", PLAIN, judge_tokens(self._reference.facts.tokens, got, logits, self._bounds))
 

@@ -65,6 +65,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
+        """Return the failure that an error is, told by its first line."""
         lines = str(error).strip().splitlines() or [""]
         code = str(getattr(error, "code", ""))
         return cls(

@@ -108,6 +108,7 @@ class _MissingNameFinder(MetaPathFinder):
 
 
 def _spec(name: str) -> ModuleSpec | None:
+    """Return a module's spec; None if it or a package around it is missing."""
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:

@@ -98,7 +98,7 @@ class ShardRows:
     scales: torch.Tensor | None = None
 
     def read(self, rows: slice | Numbers) -> torch.Tensor:
-        """Return rows in float32, or in the bfloat16 of the file."""
+        """Return a copy of rows: int8 ones scaled to float32, others in the dtype of the file."""
         chosen = rows if isinstance(rows, slice) else torch.from_numpy(rows)
         data = self.data[chosen]
         if self.scales is not None:

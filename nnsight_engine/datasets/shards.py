@@ -77,6 +77,7 @@ class PointFile:
     """Appends the rows of one point to a partial file, which gets its header and its name in ``finish``."""
 
     def __init__(self, folder: Path, point: Point, dtype: Dtype, checksums: ThreadPoolExecutor) -> None:
+        """Open a partial file behind the header's region; ``checksums`` is the thread for CRCs."""
         self._path = folder / file_name(point.name)
         self._partial = self._path.with_name(self._path.name + PARTIAL)
         self._width = point.width

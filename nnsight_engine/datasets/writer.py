@@ -95,6 +95,7 @@ class DatasetWriter:
         spool: Path | None = None,
         retries: Retries | None = None,
     ) -> None:
+        """Lock the place, read its manifest or write ours, and start the thread."""
         self._storage = open_storage(to, spool=spool, retries=retries)
         self.policy = policy
         self._pending_limit_bytes = pending_limit_bytes
@@ -262,12 +263,14 @@ class DatasetWriter:
         return ShardWriter(self._storage.new_shard(shard.number), self._manifest.rows)
 
     def _finished(self, record: ShardRecord) -> None:
+        """Bring a complete shard to its place, and count it."""
         self._storage.publish(record.number)
         with self._changed:
             self._records[record.number] = record
             self._add(num_shards=1)
 
     def _complete(self) -> None:
+        """Write the manifest of the complete dataset, unless an earlier run has."""
         if self.is_complete:
             return
         if self._shards.is_unfinished:
@@ -337,6 +340,7 @@ class _ShardsInOrder:
     def __init__(
         self, begin: Callable[[ShardPlan], ShardWriter], finished: Callable[[ShardRecord], None]
     ) -> None:
+        """``begin`` opens a shard's files, and ``finished`` gets the record of a complete shard."""
         self._begin = begin
         self._finished = finished
         self._announced: collections.deque[ShardPlan] = collections.deque()

@@ -34,6 +34,7 @@ class Encoder:
         self._numbers = itertools.count(1)
 
     def __call__(self, prompt: Prompt) -> Tokens:
+        """Return a prompt's tokens; raise SettingsError if the model does not take as many."""
         tokens = np.asarray(self._ids(prompt)[: self._max_tokens], np.int32)
         number = next(self._numbers)
         if self._longest is not None and len(tokens) > self._longest:

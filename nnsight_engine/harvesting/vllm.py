@@ -168,6 +168,7 @@ class _Requests:
         operations: tuple[Intervention, ...],
         dtype: str,
     ) -> None:
+        """Prepare what all requests share: the interventions, and the capture of the points."""
         self._engine = engine
         self._selection = selection
         self._operations = operations
@@ -260,6 +261,7 @@ class _Sink:
     def __init__(
         self, engine: _Engine, request: HarvestRequest, manifest: Manifest, display: Display
     ) -> None:
+        """Open the dataset in the worker; raise the failure if it cannot be written."""
         self._host = engine.host
         self._display = display
         self._is_slow = request.writer["policy"] == "slow"

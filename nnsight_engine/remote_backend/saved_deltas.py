@@ -34,6 +34,7 @@ class DeltaReader:
     """
 
     def __init__(self, policy: Policy = DATA_ONLY, limits: MessageLimits = DEFAULT_LIMITS) -> None:
+        """Start without values; ``_known_names`` are those sent whole, whose lists can grow."""
         self._policy = policy
         self._limits = limits
         self._known_names: set[str] = set()
@@ -151,6 +152,7 @@ class OutputReader:
         self._saves = SavesSoFar()
 
     def read(self, data: bytes | bytearray | memoryview) -> RemoteStreamedOutput:
+        """Return an output with all that its block has saved so far, its own deltas included."""
         message = decode(data)
         try:
             invoke = message["invoke"]

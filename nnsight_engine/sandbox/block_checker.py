@@ -105,6 +105,7 @@ def _import(node: ast.Import) -> _Refusals:
 
 
 def _import_from(node: ast.ImportFrom) -> _Refusals:
+    """Yield what is refused of an import, with an alternative."""
     if node.level or node.module is None:
         yield node, "an import by a relative name", "import by the full name, or send the function along"
         return

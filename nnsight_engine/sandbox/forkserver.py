@@ -303,6 +303,7 @@ class ForkServer:
         *,
         needs_namespaces: bool = False,
     ) -> None:
+        """Start nothing yet; ``_num_ready`` becomes an ``eventfd``, which counts the spare processes."""
         self._command = command
         self._setup = setup
         self._half_bytes = half_bytes

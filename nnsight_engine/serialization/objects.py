@@ -213,6 +213,7 @@ def _call(encoder: Encoder, function: Any, *args: Any, **kwargs: Any) -> Written
 
 
 def _write_lru_cache(encoder: Encoder, value: Any) -> Written:
+    """Write a cached function by name, or as a call that makes it anew, with an empty cache."""
     settings = value.cache_parameters()
     return write_name(value) or _call(
         encoder, functools.partial(functools.lru_cache, **settings)(), value.__wrapped__

@@ -105,6 +105,7 @@ def decode_trace_pickled(
 
 
 def _pickled(value: Any, reference: Reference | None, saved: Collection[int]) -> bytes:
+    """Return two pickles behind a head: of a value, and of the list of the saved objects in it."""
     file = io.BytesIO()
     file.write(_HEAD.pack(MAGIC, VERSION, *_HERE))
     pickler = _Pickler(file, reference, saved)

@@ -73,6 +73,7 @@ class HttpTransport:
     # Traces.
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        """Send a trace and yield the response's frames; one that may have started is not sent again."""
         response = self._with_retries(lambda: self._post("/v1/traces", request, progress, stream=True))
         reader = FrameReader(MAX_FRAME_BYTES)
         try:
@@ -85,6 +86,7 @@ class HttpTransport:
             response.close()
 
     async def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
+        """Send a trace and yield frames as they arrive; it is sent again until the server takes it."""
         reader, content = FrameReader(MAX_FRAME_BYTES), request.to_bytes()
         tries = Retry(self.url, is_repeatable=False)
         async with httpx.AsyncClient(timeout=_timeout(), headers=self._headers()) as client:

@@ -335,6 +335,7 @@ class _Values(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call torch's function, unless it would get meta tensors and real ones."""
         arguments = [*args, *(kwargs or {}).values()]
         are_meta = {argument.is_meta for argument in arguments if isinstance(argument, torch.Tensor)}
         if len(are_meta) > 1:

@@ -227,6 +227,7 @@ class TransformersDialect(Dialect):
         self.fingerprint = "" if config is None else fingerprint_of(config)
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
+        """Return the inputs of all invokes or of the trace, what is called, and the modes around it."""
         invokers = [invoker for invoker in tracer.invokers if isinstance(invoker, Invoker)]
         # A trace without invokes has its own inputs.
         sources: list[Tracer] = [*invokers] or [tracer]

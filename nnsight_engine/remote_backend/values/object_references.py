@@ -95,6 +95,7 @@ def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Referenc
 
 
 def _tensor_of(value: torch.Tensor, module: torch.nn.Module) -> Reference | None:
+    """Return the name of a parameter or buffer of the model; None for values, which are sent."""
     if not isinstance(value, torch.nn.Parameter) and not value.is_meta:
         return None
     named = itertools.chain(module.named_parameters(), module.named_buffers())
@@ -128,6 +129,7 @@ class ObjectReferences:
             ) from error
 
     def _finders(self) -> dict[str, Callable[..., Any]]:
+        """Return how references of each kind are resolved, from the rest of the reference."""
         model, root, tracer = self._model, self._model._root, self._tracer  # noqa: SLF001 - an envoy of ours
         finders: dict[str, Callable[..., Any]] = {
             "envoy": self._envoy,

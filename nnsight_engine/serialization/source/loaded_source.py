@@ -264,6 +264,7 @@ def _mangled(name: str, class_name: str) -> str:
 
 
 def _body_of(source: SourceText, qualname: str, line: int) -> CodeType:
+    """Return the code of a class's body, from a compilation of its whole file."""
     try:
         module = compile(source.tree, source.filename, "exec", flags=_ALLOWS_AWAIT, dont_inherit=True)
     except SyntaxError as error:
