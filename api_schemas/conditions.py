@@ -162,11 +162,11 @@ def _check_size(value: Any) -> Any:
             fields = condition if isinstance(condition, dict) else {}
             join = next((name for name in _JOINS if name in fields), None)
             num_tests += join is None
-            below = fields.get(join) if join is not None else None
-            if isinstance(below, list):
-                inner += below
+            contents = fields.get(join) if join is not None else None
+            if isinstance(contents, list):
+                inner += contents
             elif join == "not":
-                inner.append(below)
+                inner.append(contents)
             if num_tests + len(inner) > MAX_TESTS * _MAX_DEPTH:
                 break
         level = inner

@@ -244,6 +244,7 @@ class _Comparison:
         adapter: LoRARequest | None,
         report: Report,
     ) -> None:
+        """Ask the engine for its model's class and dtype, whose tolerance bounds the differences."""
         self._model = model
         self._request = request
         self._reference = reference

@@ -185,7 +185,7 @@ def read(model: Any, prompt: Any, names: Sequence[str], **options: Any) -> dict[
 
 
 def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Add ``change`` to a point's tensor itself; return the logits, see above for the positions."""
+    """Add ``change`` in place at all positions but the first (logits: the last); return the last logits."""
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name]
@@ -196,7 +196,7 @@ def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor, **o
 
 
 def assign(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Assign a changed copy to a point; the same positions and logits as ``write_in_place``."""
+    """Do as ``write_in_place`` does, but assign a changed copy to the point."""
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name].clone()

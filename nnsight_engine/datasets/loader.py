@@ -153,7 +153,7 @@ class PointRows:
         return values if numbers.ndim else values[0]
 
     def read(self, numbers: Numbers) -> torch.Tensor:
-        """Return rows by their numbers in the dataset, ``[n, width]``, read from each shard at once."""
+        """Return rows by their numbers in the dataset, ``[n, width]``, with one read of each shard."""
         first_rows = self._dataset.starts
         shards = np.searchsorted(first_rows, numbers, side="right") - 1
         dtype = torch.bfloat16 if self._dataset.manifest.rows.dtype == "bfloat16" else torch.float32

@@ -71,7 +71,7 @@ class SinkTimeoutError(SinkError):
 
 
 def error_named(name: str, message: str) -> DatasetError:
-    """Return the error of another process, by the name of its class."""
+    """Return the error of another process, by its class's name; of the base class for an unknown name."""
     kinds: list[type[DatasetError]] = [DatasetError]
     for kind in kinds:
         kinds += kind.__subclasses__()

@@ -68,7 +68,10 @@ class PromptSource:
     """
 
     def __init__(self, source: Any, form: Format | None = None) -> None:
-        """Read a path or fsspec URL, also with ``*``, or an iterable of texts, lists of ids or objects."""
+        """Read a path or fsspec URL, also with ``*``, or an iterable of texts, lists of ids or objects.
+
+        ``form`` is the format of the files, by default the one that their names say.
+        """
         if not isinstance(source, str | os.PathLike):
             if not isinstance(source, Iterable):
                 raise SettingsError(f"prompts are a path, a URL or an iterable, got {type(source).__name__}")

@@ -164,7 +164,10 @@ class DatasetWriter:
         self._enqueue(prompt, 0)
 
     def _enqueue(self, item: ShardPlan | PromptRows | int, num_bytes: int) -> None:
-        """Queue a shard's announcement, a prompt's rows, or the number of a prompt that is dropped."""
+        """Queue a shard's announcement, a prompt's rows, or the number of a prompt that is dropped.
+
+        With the policy ``drop``, rows beyond the limit become such a number. After a failure all is ignored.
+        """
         with self._changed:
             if self._progress.failure is not None or self._is_closing:
                 return
@@ -217,6 +220,7 @@ class DatasetWriter:
     # By the writer's thread.
 
     def _run(self) -> None:
+        """Write queued items in order, on the thread, until ``close`` is called or something fails."""
         try:
             while (item := self._next()) is not None:
                 self._take(item)
@@ -255,6 +259,7 @@ class DatasetWriter:
                 self._done(0, num_prompts=1, num_dropped=1)
 
     def _done(self, pending_bytes: int, **changes: int) -> None:
+        """Change the pending bytes and other fields of the progress; wake a driver that waits for room."""
         with self._changed:
             self._add(pending_bytes=pending_bytes, **changes)
             self._changed.notify_all()

@@ -72,7 +72,7 @@ def unknown_point(name: str) -> SettingsError:
 
 
 def by_ids(where: Where, tokenizer: Any) -> Where:
-    """Return a where-clause whose tokens are ids."""
+    """Return a where-clause with the ids of the tokens that it names by their texts."""
     texts = TokenTexts(tokenizer)
 
     def ids(clause: WhereClause) -> list[int | str] | None:

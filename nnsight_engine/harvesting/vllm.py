@@ -131,7 +131,7 @@ class _Engine:
         )
 
     def plan(self, request: HarvestRequest) -> PlanSettings:
-        """Return the settings of packs, which fit a step; raise SettingsError for those that do not."""
+        """Return the plan, with packs that fit a step; raise SettingsError if the caller's own do not."""
         scheduler = self.config.scheduler_config
         limits = dict(
             zip(_PLAN_OPTIONS, (self.spec.max_num_batched_tokens, scheduler.max_num_seqs), strict=True)
@@ -193,7 +193,10 @@ class _Requests:
         return Interventions(self._compiled([0], Where()).plan.fingerprint, plain)
 
     def run(self, shard: PlannedShard, sink: _Sink) -> None:
-        """Run a shard's prompts that have rows, some packs at a time; the worker writes what they capture."""
+        """Run a shard's prompts that have rows, some packs at a time; the worker writes what they capture.
+
+        Requests of a pack have a key in common, by which the engine computes them in one step.
+        """
         numbers = itertools.count(shard.first_prompt)
         packs = [[(next(numbers), tokens) for tokens in pack] for pack in shard.packs]
         positions_of = {

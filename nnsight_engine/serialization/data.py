@@ -241,6 +241,7 @@ def _tensor_of(
 
 
 def _fill_tensor(decoder: Decoder, value: torch.Tensor, parts: list[Any]) -> None:
+    """Set a tensor's gradient, if it was sent with one."""
     (gradient,) = parts
     if gradient is None:
         return

@@ -164,7 +164,8 @@ def _entries_of(tb: TracebackType | None) -> list[_TracebackEntry]:
 
 def _entry_of(tb: TracebackType, code: CodeType) -> _TracebackEntry:
     """Describe an entry: its line's text, and the position of its instruction, two bytes of code each."""
-    position = next(itertools.islice(code.co_positions(), max(tb.tb_lasti, 0) // 2, None), (None,) * 4)
+    positions = itertools.islice(code.co_positions(), max(tb.tb_lasti, 0) // 2, None)
+    _, end_line, column, end_column = next(positions, (None,) * 4)
     file = code.co_filename
     if isinstance(file, SentFile):
         text = file.line(tb.tb_lineno)
@@ -173,7 +174,7 @@ def _entry_of(tb: TracebackType, code: CodeType) -> _TracebackEntry:
     return _TracebackEntry(
         file=without_server_paths(sent_name(file)),
         line=tb.tb_lineno, name=code.co_name, source=text.rstrip("\n")[:_MAX_TEXT],
-        end_line=position[1], column=position[2], end_column=position[3],
+        end_line=end_line, column=column, end_column=end_column,
     )  # fmt: skip
 
 

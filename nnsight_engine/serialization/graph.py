@@ -208,7 +208,7 @@ class Encoder:
         return ", ".join(steps) or "the value"
 
     def _reserve(self, step: str, key: Any) -> int:
-        """Return the number of a new node, a child of the one that is being written."""
+        """Return the number of a new node, a child of the one being written; errors' paths show ``step``."""
         index = len(self._kinds)
         if index >= self.limits.max_nodes:
             raise EncodeError(
@@ -391,7 +391,10 @@ class Decoder:
             raise DecodeError(f"an object is {depth} others deep and may be {self.limits.max_key_depth}")
 
     def _fill(self, index: int) -> None:
-        """Fill a node with the children that it refers to; defer it while some of these are not ready."""
+        """Fill a node with the children that it refers to; defer it while some of these are not ready.
+
+        Some kinds take parts as they come (``partly``), some need the parts to be filled before (``copies``).
+        """
         kind = self._all_kinds[self.table.kinds[index]]
         rest = self.table.children[index][self._num_first(index) :]
         assert kind.fill is not None  # noqa: S101 - only nodes whose kind has one are pushed

@@ -102,6 +102,7 @@ def _write_member(encoder: Encoder, value: enum.Enum) -> Written:
 
 
 def _make_member(decoder: Decoder, parts: list[Any]) -> Any:
+    """Return the member of an enum by its value, for a flag also a combination of members."""
     kind, value = parts
     if not isinstance(kind, enum.EnumMeta):
         raise DecodeError("the message is broken: a member's class is no enum")
@@ -411,6 +412,7 @@ def _check_filling(decoder: Decoder, kind: type, parts: Sequence[Any]) -> None:
 
 
 def _object(number: NodeKind) -> Kind:
+    """Return the kind of objects that are made by a call or by ``__new__``, and filled with their state."""
     return Kind(
         number,
         first=(object, tuple, object),

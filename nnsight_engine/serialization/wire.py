@@ -162,6 +162,7 @@ _write_shared: Final = write_pairs("shared value `{}`", str)
 
 
 def _write_trace(encoder: Encoder, value: tuple[list[Any], dict[str, Any], list[Any]]) -> Written:
+    """Write a trace: its blocks, its shared values, and the list of its saved objects."""
     writers = (_write_blocks, _write_shared, _write_marks)
     return NodeKind.LIST, [
         encoder.node(part, writer=write) for part, write in zip(value, writers, strict=True)

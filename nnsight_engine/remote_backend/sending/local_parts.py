@@ -13,7 +13,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from types import CellType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -107,6 +107,14 @@ def local_parts(parts: Sequence[SentPart], tracer: Tracer, dialect: Dialect) -> 
     return LocalParts(parts, statements, dialect) if any(statements) else None
 
 
+class _Answer(NamedTuple):
+    """The response to a request, by its attempt and turn; empty while the part runs."""
+
+    attempt: str
+    turn: int
+    data: bytes
+
+
 class LocalParts:
     """The parts of one trace that run here; ``local_names`` are the names that only these bodies mention."""
 
@@ -135,7 +143,7 @@ class LocalParts:
         self._saved: list[dict[str, Any]] = [{} for _ in parts]
         self._flows: list[dict[str, Any]] = [{} for _ in parts]
         self._error: BaseException | None = None
-        self._last_answer: tuple[str, int, bytes] | None = None
+        self._last_answer: _Answer | None = None
 
     def run(self, data: bytes | bytearray | memoryview) -> bytes:
         """Run the part that the engine requests, and return the response, which reports any error."""
@@ -146,7 +154,7 @@ class LocalParts:
             self._error = error
             answer = encode(plain(PartResult(error=encode_error(error))))
             if self._last_answer is not None:
-                self._last_answer = (*self._last_answer[:2], answer)
+                self._last_answer = self._last_answer._replace(data=answer)
             return answer
         finally:
             SAVES.exit()
@@ -180,15 +188,13 @@ class LocalParts:
         dialect = self._dialect
         decoded = decode(data, resolve=dialect.resolver({}), policy=dialect.policy)
         part_request = read_part(decoded, PartRequest)
-        if self._last_answer is not None and self._last_answer[:2] == (
-            part_request.attempt,
-            part_request.turn,
-        ):
-            return self._last_answer[2]  # the earlier response was lost with its connection
-        attempt = part_request.attempt if self._last_answer is None else self._last_answer[0]
-        if (self._last_answer is None) != (part_request.turn == 0) or attempt != part_request.attempt:
+        last = self._last_answer
+        if last is not None and (last.attempt, last.turn) == (part_request.attempt, part_request.turn):
+            return last.data  # the earlier response was lost with its connection
+        attempt = part_request.attempt if last is None else last.attempt
+        if (last is None) != (part_request.turn == 0) or attempt != part_request.attempt:
             raise LocalBlockError.repeated()
-        self._last_answer = (part_request.attempt, part_request.turn, b"")
+        self._last_answer = _Answer(part_request.attempt, part_request.turn, b"")
         block, cells = self._block(part_request), self._cells[part_request.block]
         for name in block.stored:
             cells.setdefault(name, CellType())
@@ -207,7 +213,7 @@ class LocalParts:
         self._exchanges[part_request.block].publish()
         assigned = {name for name, count in num_assignments.items() if assignments[name] != count}
         answer = self._answer(part_request, assigned, cells)
-        self._last_answer = (part_request.attempt, part_request.turn, answer)
+        self._last_answer = _Answer(part_request.attempt, part_request.turn, answer)
         return answer
 
     def _block(self, part_request: PartRequest) -> Block:

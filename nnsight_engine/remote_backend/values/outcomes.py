@@ -163,7 +163,7 @@ def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def assign_saved(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
-    """Assign the saved values, issue warnings, then raise the first error or ``LostTraceError``."""
+    """Assign saved values and ``flows``; raise the first error or ``LostTraceError``, else issue warnings."""
     for index, part in enumerate(parts):
         of_block = [outcome for outcome in outcomes if outcome.index == index]
         for name, value in by_name([outcome.flows for outcome in of_block]).items():
