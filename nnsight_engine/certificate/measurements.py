@@ -189,8 +189,8 @@ def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor, **o
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name]
-        first = value.shape[axis] - 1 if name == LOGITS else 1
-        value.narrow(axis, first, value.shape[axis] - first).add_(change.to(value))
+        first_position = value.shape[axis] - 1 if name == LOGITS else 1
+        value.narrow(axis, first_position, value.shape[axis] - first_position).add_(change.to(value))
         logits = model.points[LOGITS][..., -1, :].clone().save()
     return _on_host(logits).flatten()
 
@@ -200,8 +200,8 @@ def assign(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: 
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name].clone()
-        first = value.shape[axis] - 1 if name == LOGITS else 1
-        value.narrow(axis, first, value.shape[axis] - first).add_(change.to(value))
+        first_position = value.shape[axis] - 1 if name == LOGITS else 1
+        value.narrow(axis, first_position, value.shape[axis] - first_position).add_(change.to(value))
         model.points[name] = value
         logits = model.points[LOGITS][..., -1, :].clone().save()
     return _on_host(logits).flatten()

@@ -143,12 +143,12 @@ class _Measuring:
             (point.index or 0 for point in by_layer.values() if point is not None), default=-1
         )
         layers = self._layers(num_layers)
-        kept = {
+        selected = {
             name: shape
             for name, shape in shapes.items()
             if (point := by_layer[name]) is None or point.index in layers
         }
-        return num_layers, layers, kept
+        return num_layers, layers, selected
 
     def _layers(self, num_layers: int) -> list[int]:
         """Return the layers of the request, or the first, the middle and the last of each kind."""

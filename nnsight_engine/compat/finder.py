@@ -121,10 +121,10 @@ def _unknown(ours: str) -> ModuleNotFoundError:
     package = importlib.import_module(parent)
     modules = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
     offered = sorted({*getattr(package, "__all__", ()), *modules})
-    shown = OLD + parent.removeprefix(OURS)
+    package_name = OLD + parent.removeprefix(OURS)
     return ModuleNotFoundError(
-        f"{shown} has no {name!r} in {OURS}, which replaces it here; it has {', '.join(offered)}",
-        name=f"{shown}.{name}",
+        f"{package_name} has no {name!r} in {OURS}, which replaces it here; it has {', '.join(offered)}",
+        name=f"{package_name}.{name}",
     )
 
 

@@ -88,10 +88,10 @@ def add_paths(root: str) -> None:
 
 def _add(name: str, sources: dict[str, str]) -> None:
     """Add a module of names to ``sys.modules`` and to its parent, which is made if it is missing."""
-    parent, _, last = name.rpartition(".")
+    parent, _, child = name.rpartition(".")
     if parent not in sys.modules:
         _add(parent, {})
     module = sys.modules.setdefault(name, _Path(name, sources))
     package = sys.modules[parent]
-    setattr(package, last, module)
-    package.__all__ = sorted({*getattr(package, "__all__", ()), last})  # type: ignore[attr-defined] # a module's
+    setattr(package, child, module)
+    package.__all__ = sorted({*getattr(package, "__all__", ()), child})  # type: ignore[attr-defined] # a module's

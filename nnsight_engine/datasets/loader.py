@@ -200,10 +200,10 @@ class ActivationDataset:
 
     def rows(self, point: str) -> PointRows:
         """Return the rows of a point; SettingsError for one that the dataset does not have."""
-        found = next((candidate for candidate in self.manifest.rows.points if candidate.name == point), None)
-        if found is None:
+        record = next((candidate for candidate in self.manifest.rows.points if candidate.name == point), None)
+        if record is None:
             raise SettingsError(f"the dataset has the points {', '.join(self.points)}, got {point!r}")
-        return PointRows(self, found)
+        return PointRows(self, record)
 
     def index(self, shard: int) -> Mapping[str, npt.NDArray[Any]]:
         """Return the columns of a shard's index: prompt, position, token and scores of each row."""

@@ -136,8 +136,8 @@ def _hashes(seed: int, prompt: int, positions: Tokens) -> npt.NDArray[np.uint64]
     Not numpy's generators, which may change with its version.
     """
     mixed = np.zeros(len(positions), np.uint64)
-    for part in (np.uint64(seed % 2**64), np.uint64(prompt), positions.astype(np.uint64)):
-        mixed = (mixed ^ part) + np.uint64(0x9E3779B97F4A7C15)
+    for word in (np.uint64(seed % 2**64), np.uint64(prompt), positions.astype(np.uint64)):
+        mixed = (mixed ^ word) + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         mixed ^= mixed >> np.uint64(31)

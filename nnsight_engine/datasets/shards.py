@@ -249,7 +249,7 @@ def record_of(index: bytes) -> ShardRecord | None:
     return with_index(record, index)
 
 
-def crc32_combine(first: int, second: int, second_bytes: int) -> int:
+def crc32_combine(first_crc: int, second_crc: int, second_bytes: int) -> int:
     """Return the CRC-32 of two parts after each other from the CRC of each, as zlib's function does.
 
     The first CRC is advanced over ``second_bytes`` zero bytes, by powers of the matrix that appends one.
@@ -257,10 +257,10 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
     power, operator = second_bytes, _advance_by_byte()
     while power:
         if power & 1:
-            first = _applied(operator, first)
+            first_crc = _applied(operator, first_crc)
         operator = [_applied(operator, column) for column in operator]
         power >>= 1
-    return first ^ second
+    return first_crc ^ second_crc
 
 
 def _advance_by_byte() -> list[int]:

@@ -250,10 +250,13 @@ class DatasetWriter:
         if self._shards.has(_number(item)):
             self._done(-_num_bytes(item))
             return
-        for done, num_written in self._shards.take(item):
-            if isinstance(done, PromptRows):
+        for finished, num_written in self._shards.take(item):
+            if isinstance(finished, PromptRows):
                 self._done(
-                    -done.num_bytes, num_prompts=1, num_rows=len(done.positions), num_bytes=num_written
+                    -finished.num_bytes,
+                    num_prompts=1,
+                    num_rows=len(finished.positions),
+                    num_bytes=num_written,
                 )
             else:
                 self._done(0, num_prompts=1, num_dropped=1)

@@ -87,10 +87,11 @@ def _parts(node: Any) -> list[ast.AST]:
     return [*node.node.items[node.item + 1 :], *node.node.body]
 
 
-def _refusal(what: str, place: str = "", instead: str = "", line: int | None = None) -> SandboxError:
-    alternative = f"; {instead}" if instead else ""
+def _refusal(feature: str, location: str = "", instead: str = "", line: int | None = None) -> SandboxError:
+    advice = f"; {instead}" if instead else ""
     return SandboxError(
-        f"{what} is not part of the sandbox's Python{place}{alternative} (see docs/sandbox-language.md)", line
+        f"{feature} is not part of the sandbox's Python{location}{advice} (see docs/sandbox-language.md)",
+        line,
     )
 
 

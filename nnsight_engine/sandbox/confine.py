@@ -157,10 +157,10 @@ def forbid_new_privileges() -> None:
     check_call(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
 
 
-def check_call(result: int, what: str) -> None:
+def check_call(result: int, call_name: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call_name}: {os.strerror(number)}")
 
 
 def machine() -> SystemCallTable:
@@ -208,10 +208,10 @@ def _program(table: SystemCallTable) -> bytes:
         _line(_LOAD, k=_FOURTH_ARGUMENT_AT),
         _line(_JUMP_IF_ANY_BIT, count, count + 1, _MAP_SHARED),
     ]
-    for at, number in enumerate(table.allowed):
-        lines.append(_line(_JUMP_IF_EQUAL, count - at, 0, number))
-    for at, number in enumerate(table.absent, len(table.allowed)):
-        lines.append(_line(_JUMP_IF_EQUAL, count - at + 1, 0, number))
+    for index, number in enumerate(table.allowed):
+        lines.append(_line(_JUMP_IF_EQUAL, count - index, 0, number))
+    for index, number in enumerate(table.absent, len(table.allowed)):
+        lines.append(_line(_JUMP_IF_EQUAL, count - index + 1, 0, number))
     lines += [
         _line(_RETURN, k=_FAIL | errno.EPERM),
         _line(_RETURN, k=_ALLOW),
@@ -309,14 +309,14 @@ def die_with_parent() -> None:
 
 def keep_only(descriptors: set[int]) -> None:
     """Close all descriptors but these; point the standard ones to ``/dev/null``."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    null_device = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
-        os.dup2(nowhere, standard)
-    last = -1
-    for kept in [*sorted(descriptors | {0, 1, 2}), _MAX_DESCRIPTORS]:
-        if kept > last + 1:  # closerange with an empty range would close all descriptors
-            os.closerange(last + 1, kept)
-        last = kept
+        os.dup2(null_device, standard)
+    previous = -1
+    for descriptor in [*sorted(descriptors | {0, 1, 2}), _MAX_DESCRIPTORS]:
+        if descriptor > previous + 1:  # closerange with an empty range would close all descriptors
+            os.closerange(previous + 1, descriptor)
+        previous = descriptor
 
 
 def confine(share: ProcessLimits) -> None:

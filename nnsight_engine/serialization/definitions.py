@@ -176,10 +176,10 @@ def _write_class(encoder: Encoder, value: type) -> Written:
     name_node = write_name(value)
     if name_node is not None:
         return name_node
-    parent, _, last = value.__qualname__.rpartition(".")
+    parent, _, own_name = value.__qualname__.rpartition(".")
     owner = lookup(value.__module__, parent) if parent else None
-    if isinstance(owner, type) and vars(owner).get(last) is value:
-        return _write_member(encoder, owner, last)
+    if isinstance(owner, type) and vars(owner).get(own_name) is value:
+        return _write_member(encoder, owner, own_name)
     try:
         fragment, body, globals_ = fragment_of_class(value)
         cells = _cells_of_class(value, fragment, body, globals_)
@@ -267,14 +267,14 @@ def _make_class(decoder: Decoder, parts: list[Any]) -> type:
     bind_globals(globals_, needed, list(values))
     define = _make_definer(decoder, compile_class, globals_, source)
     with _findable(module):
-        made = define()
-    if not isinstance(made, type):
+        new_class = define()
+    if not isinstance(new_class, type):
         raise DecodeError(
-            f"{SourceFragment(*source[0]).qualname} is a class there and {type(made).__name__} here"
+            f"{SourceFragment(*source[0]).qualname} is a class there and {type(new_class).__name__} here"
         )
-    decoder.state["globals", id(made)] = globals_
-    RECEIVED.add(made)
-    return made
+    decoder.state["globals", id(new_class)] = globals_
+    RECEIVED.add(new_class)
+    return new_class
 
 
 @contextlib.contextmanager
@@ -285,15 +285,15 @@ def _findable(module: ModuleType) -> Iterator[None]:
     """
     name = module.__name__
     with _MODULES:
-        before = sys.modules.get(name)
+        previous = sys.modules.get(name)
         sys.modules[name] = module
         try:
             yield
         finally:
-            if before is None:
+            if previous is None:
                 sys.modules.pop(name, None)
             else:
-                sys.modules[name] = before
+                sys.modules[name] = previous
 
 
 def _fill_class(decoder: Decoder, value: type, parts: list[Any]) -> None:

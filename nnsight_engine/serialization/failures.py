@@ -46,8 +46,8 @@ def _installed() -> re.Pattern[str]:
     folders |= {os.path.realpath(folder) for folder in folders}
     installed = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
     own_packages = rf"{re.escape(str(_PACKAGES))}/(?=(?:nnsight_engine|app|api_schemas)/)"
-    others = f"(?:{'|'.join(map(re.escape, installed))})/(?:lib/python[\\d.]+/)?(?:site-packages/)?"
-    return re.compile(rf"(?<![\w.-])(?:{others}|{own_packages})")
+    installed_paths = f"(?:{'|'.join(map(re.escape, installed))})/(?:lib/python[\\d.]+/)?(?:site-packages/)?"
+    return re.compile(rf"(?<![\w.-])(?:{installed_paths}|{own_packages})")
 
 
 def without_server_paths(text: str) -> str:
@@ -146,8 +146,10 @@ def _attributes(error: BaseException) -> dict[str, Plain]:
     attributes = {name: value for name, value in vars(error).items() if not name.startswith("_")}
     if isinstance(error, (NameError, AttributeError, ImportError)):
         attributes["name"] = error.name
-    kept = {name: value for name, value in attributes.items() if type(value) in {str, int, float, bool}}
-    return {name: _plain(value) for name, value in kept.items()}
+    plain_values = {
+        name: value for name, value in attributes.items() if type(value) in {str, int, float, bool}
+    }
+    return {name: _plain(value) for name, value in plain_values.items()}
 
 
 def _entries_of(tb: TracebackType | None) -> list[_TracebackEntry]:
@@ -277,10 +279,10 @@ def _code_of(entry: _TracebackEntry, line: int) -> CodeType:
     end = min(max(entry.end_line or line, line), _MAX_LINE)
     position: dict[str, Any] = {"lineno": line, "end_lineno": end, "col_offset": 0, "end_col_offset": 0}
     if entry.column is not None and entry.end_column is not None and 0 <= entry.column < _MAX_LINE:
-        first = entry.column if end == line else 0
+        least_end = entry.column if end == line else 0
         position |= {
             "col_offset": entry.column,
-            "end_col_offset": min(max(entry.end_column, first), _MAX_LINE),
+            "end_col_offset": min(max(entry.end_column, least_end), _MAX_LINE),
         }
     body: list[ast.stmt] = [
         ast.Raise(exc=ast.Name(id="__nnsight_stop__", ctx=ast.Load(), **position), **position)

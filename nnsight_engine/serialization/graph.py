@@ -183,7 +183,7 @@ class Encoder:
             {number for (identity, _), number in self._numbers.items() if identity in ids} if ids else set()
         )
 
-    def _refuse(self, value: Any, why: Unsendable) -> NoReturn:
+    def _refuse(self, value: Any, reason: Unsendable) -> NoReturn:
         """Raise an EncodeError with the path and the type of the object, and the reason."""
         kind = type(value)
         name = (
@@ -191,7 +191,9 @@ class Encoder:
         )
         if isinstance(value, (type, types.FunctionType)):
             name = f"{name} ({value.__qualname__})"
-        raise EncodeError(f"{self._path()} cannot be sent: it is of type {name}; {why}") from why.__cause__
+        raise EncodeError(
+            f"{self._path()} cannot be sent: it is of type {name}; {reason}"
+        ) from reason.__cause__
 
     def _path(self) -> str:
         """Return the steps from the root to the node that is being written; a long path is shortened."""
@@ -312,7 +314,7 @@ class Decoder:
         """Make and fill the root and what it refers to; deferred nodes are tried again in the next round."""
         self._stack.append((_ENTER, root))
         for _ in range(_MAX_ROUNDS):
-            done = self._num_done
+            num_done_before = self._num_done
             while self._stack:
                 step, index = self._stack.pop()
                 if step == _ENTER:
@@ -323,7 +325,7 @@ class Decoder:
                     self._fill(index)
             if not self._waiting:
                 return
-            if self._num_done == done:
+            if self._num_done == num_done_before:
                 break
             # Retry deferred nodes in the order in which they were deferred.
             self._stack, self._waiting = self._waiting[::-1], []
@@ -373,9 +375,9 @@ class Decoder:
         """Make a node's object, after a check of the policy and of its first children's types."""
         if kind.is_code and not self.policy.allow_source:
             raise DecodeError("the message holds code, and this side takes data alone")
-        for part, wanted in zip(parts, kind.first or (), strict=False):
-            if wanted is not object:
-                typed(part, wanted)
+        for part, expected in zip(parts, kind.first or (), strict=False):
+            if expected is not object:
+                typed(part, expected)
         if kind.is_nested:
             self._record_depth()
         assert kind.make is not None  # noqa: S101 - objects of other kinds are ready
@@ -396,11 +398,11 @@ class Decoder:
         Some kinds take parts as they come (``partly``), some need the parts to be filled before (``copies``).
         """
         kind = self._all_kinds[self.table.kinds[index]]
-        rest = self.table.children[index][self._num_first(index) :]
+        other_children = self.table.children[index][self._num_first(index) :]
         assert kind.fill is not None  # noqa: S101 - only nodes whose kind has one are pushed
-        parts = [self._objects[child] for child in rest]
+        parts = [self._objects[child] for child in other_children]
         complete = all(part is not MISSING for part in parts) and (
-            not kind.copies or all(map(self._is_full, rest))
+            not kind.copies or all(map(self._is_full, other_children))
         )
         if complete or kind.partly:
             self.index = index

@@ -84,9 +84,9 @@ class Policy:
     def allowing(self, classes: Iterable[type[Any]]) -> Policy:
         """Return this policy with these classes allowed in addition."""
         names = frozenset((kind.__module__, kind.__qualname__) for kind in classes)
-        before = self.may_import
+        base_rule = self.may_import
         return dataclasses.replace(
-            self, may_import=lambda module, name: (module, name) in names or before(module, name)
+            self, may_import=lambda module, name: (module, name) in names or base_rule(module, name)
         )
 
 

@@ -302,11 +302,11 @@ def _make_object(decoder: Decoder, parts: list[Any]) -> Any:
     if kwargs or not (_are_for_new(function, args) if is_new else _are_for_call(function, args)):
         raise DecodeError(f"the message gives {function.__qualname__} arguments that it is never made from")
     _charge(decoder, args)
-    made = make(*args)
-    if type(made) is not function:
-        raise DecodeError(f"the message makes a {type(made).__name__} of {function.__qualname__}")
+    instance = make(*args)
+    if type(instance) is not function:
+        raise DecodeError(f"the message makes a {type(instance).__name__} of {function.__qualname__}")
     _record_work(decoder, function, args)
-    return made
+    return instance
 
 
 def _are_for_new(kind: type, args: tuple[Any, ...]) -> bool:
@@ -327,8 +327,8 @@ def _are_for_call(kind: type, args: tuple[Any, ...]) -> bool:
     if kind in _FORMS:
         num_required, types_ = _FORMS[kind]
         return num_required <= len(args) <= len(types_) and all(
-            type(arg) is wanted or (wanted is type and (arg is None or isinstance(arg, type)))
-            for arg, wanted in zip(args, types_, strict=False)
+            type(arg) is expected or (expected is type and (arg is None or isinstance(arg, type)))
+            for arg, expected in zip(args, types_, strict=False)
         )
     return (
         kind is not uuid.UUID

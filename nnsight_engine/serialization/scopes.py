@@ -166,14 +166,14 @@ def fragment_of(decoder: Decoder, parts: Any) -> SourceFragment:
     if not all(isinstance(part, kind) for part, kind in zip(parts, _FIELD_TYPES, strict=True)):
         raise DecodeError("the message is broken: a source fragment has parts of other types")
     fragment = SourceFragment(*parts)
-    max_characters, around = decoder.limits.max_name_characters, fragment.class_name
-    longest = max(map(len, (fragment.filename, fragment.name, fragment.qualname, around or "")))
+    max_characters, class_name = decoder.limits.max_name_characters, fragment.class_name
+    longest = max(map(len, (fragment.filename, fragment.name, fragment.qualname, class_name or "")))
     if longest > max_characters:
         raise DecodeError(
             f"a name of a source fragment has {longest:,} characters and may have {max_characters:,}"
         )
-    if around is not None and (not around.isidentifier() or around.startswith(OURS)):
-        raise DecodeError(f"the message is broken: no class is called {around!r}")
+    if class_name is not None and (not class_name.isidentifier() or class_name.startswith(OURS)):
+        raise DecodeError(f"the message is broken: no class is called {class_name!r}")
     if fragment.flags & ~FUTURE_FLAGS:
         raise DecodeError(
             f"{fragment.qualname}, {fragment.filename}, line {fragment.line}, uses a feature from "

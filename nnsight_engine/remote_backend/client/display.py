@@ -83,10 +83,10 @@ class Display:
             if self._shows:
                 sys.stdout.write(_line(job, status, str(message)))
             return
-        where = f"on {event['engine']}" if event.get("engine") else ""
+        engine_note = f"on {event['engine']}" if event.get("engine") else ""
         with self._lock:
-            self._text = f"{status} {where}".rstrip() + (f": {message}" if message else "")
-            self._lines += _line(job, status, ": ".join(filter(None, (where, message))))
+            self._text = f"{status} {engine_note}".rstrip() + (f": {message}" if message else "")
+            self._lines += _line(job, status, ": ".join(filter(None, (engine_note, message))))
             if self._appeared:
                 self._draw()
 

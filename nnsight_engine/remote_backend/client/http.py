@@ -140,7 +140,7 @@ class HttpTransport:
         tries, tag, num_bytes = Retry(self.url), "", 0
         reader, frames = FrameReader(MAX_FRAME_BYTES), list[Frame]()
         while True:
-            before = num_bytes
+            num_bytes_before = num_bytes
             headers = {"range": f"bytes={num_bytes}-", "if-range": tag} if num_bytes else {}
             try:
                 response = self._send("GET", f"/v1/jobs/{job_id}/result", headers=headers, stream=True)
@@ -154,7 +154,7 @@ class HttpTransport:
                         _report(reader, progress)
                 break
             except (httpx.TransportError, RemoteError) as error:
-                if num_bytes > before:
+                if num_bytes > num_bytes_before:
                     tries.progressed()
                 tries.wait(error)
         if not reader.is_between:
@@ -170,12 +170,12 @@ class HttpTransport:
             end: The monotonic time of a ``TimeoutError``.
             run: Runs the parts of the job's blocks that its server requests.
         """
-        last, tries = after, Retry(self.url)
+        last_number, tries = after, Retry(self.url)
         while True:
             try:
                 connected = self._events if run is None else functools.partial(self._events_and_calls, run)
-                for event in connected(job_id, last, end):
-                    last = event["id"]
+                for event in connected(job_id, last_number, end):
+                    last_number = event["id"]
                     tries.progressed()
                     yield event
                 # A stopped server ends the stream as the end of a job does, and the stream of a job that was

@@ -188,11 +188,14 @@ class LocalParts:
         dialect = self._dialect
         decoded = decode(data, resolve=dialect.resolver({}), policy=dialect.policy)
         part_request = read_part(decoded, PartRequest)
-        last = self._last_answer
-        if last is not None and (last.attempt, last.turn) == (part_request.attempt, part_request.turn):
-            return last.data  # the earlier response was lost with its connection
-        attempt = part_request.attempt if last is None else last.attempt
-        if (last is None) != (part_request.turn == 0) or attempt != part_request.attempt:
+        last_answer = self._last_answer
+        if last_answer is not None and (last_answer.attempt, last_answer.turn) == (
+            part_request.attempt,
+            part_request.turn,
+        ):
+            return last_answer.data  # the earlier response was lost with its connection
+        attempt = part_request.attempt if last_answer is None else last_answer.attempt
+        if (last_answer is None) != (part_request.turn == 0) or attempt != part_request.attempt:
             raise LocalBlockError.repeated()
         self._last_answer = _Answer(part_request.attempt, part_request.turn, b"")
         block, cells = self._block(part_request), self._cells[part_request.block]
@@ -200,7 +203,7 @@ class LocalParts:
             cells.setdefault(name, CellType())
         for name, value in part_request.values.items():
             cells.setdefault(name, CellType()).cell_contents = value
-        before = {name: self._state(value) for name, value in part_request.values.items()}
+        states_before = {name: self._state(value) for name, value in part_request.values.items()}
         assignments = self._assignments[part_request.block]
         info = Info(block, cells, None, self._infos[part_request.block].globals_)
         num_assignments = {name: assignments[name] for name in block.stored}
@@ -208,7 +211,7 @@ class LocalParts:
         with _Values():
             run()
         for name, value in part_request.values.items():
-            if self._state(value) != before[name]:
+            if self._state(value) != states_before[name]:
                 raise LocalBlockError.changed(name)
         self._exchanges[part_request.block].publish()
         assigned = {name for name, count in num_assignments.items() if assignments[name] != count}

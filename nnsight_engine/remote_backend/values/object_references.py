@@ -40,9 +40,9 @@ def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference
 
     An unknown barrier is appended. A part of another model raises an ``EncodeError``.
     """
-    place = place_of(value, model)
-    if place is not None:
-        return place
+    location = place_of(value, model)
+    if location is not None:
+        return location
     if isinstance(value, Barrier):
         number = next((index for index, barrier in enumerate(barriers) if barrier is value), len(barriers))
         if number == len(barriers):
@@ -98,8 +98,8 @@ def _tensor_of(value: torch.Tensor, module: torch.nn.Module) -> Reference | None
     """Return the name of a parameter or buffer of the model; None for values, which are sent."""
     if not isinstance(value, torch.nn.Parameter) and not value.is_meta:
         return None
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    return next((("tensor", name) for name, tensor in named if tensor is value), None)
+    named_tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return next((("tensor", name) for name, tensor in named_tensors if tensor is value), None)
 
 
 def _refuse_other(path: str) -> NoReturn:
@@ -203,7 +203,7 @@ def attached(
     model: Envoy, parts: Sequence[bytes | memoryview], codec: str, resolve: Resolve
 ) -> Iterator[None]:
     """Attach a request's modules to a model's tree; restore the tree on exit."""
-    before: list[_Before] = []
+    states: list[_Before] = []
     known = model._root._by_module  # noqa: SLF001 - an envoy of ours
     by_module = dict(known)
     try:
@@ -211,13 +211,13 @@ def attached(
             shared = decode_blocks(codec, part, resolve=resolve, trusted=True).shared
             for parent, name, module in _checked(shared.get(_ADDED)):
                 envoy = _parent(resolve, parent)
-                before.append(_Before(envoy, name))
+                states.append(_Before(envoy, name))
                 _add(envoy, name, module)
         yield
     finally:
-        for state in reversed(before):
+        for state in reversed(states):
             state.restore()
-        if before:
+        if states:
             known.clear()
             known.update(by_module)
             model._root.__dict__["_probes"] = None  # noqa: SLF001 - the same

@@ -136,14 +136,14 @@ def compile_function(
     node = definition_of(fragment)
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
-    first = first_line(node)
+    line = first_line(node)
     _prepare(node, fragment, check)
     body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
     if not isinstance(node, ast.Lambda) and node.name not in variables:
         # The function's own name, used inside it, is a global and not a variable of the wrapper.
         body.insert(0, ast.Global(names=[node.name]))
     code = _only(_compiled(body, fragment, variables), fragment.name)
-    return _renamed(code, code.co_qualname, fragment.qualname).replace(co_firstlineno=first)
+    return _renamed(code, code.co_qualname, fragment.qualname).replace(co_firstlineno=line)
 
 
 def compile_class(fragment: SourceFragment, variables: Sequence[str], check: Check | None = None) -> CodeType:
@@ -181,7 +181,7 @@ def named_bases(fragment: SourceFragment) -> dict[str, int]:
     bases = node.bases if isinstance(node, ast.ClassDef) else []
     if any(isinstance(base, ast.Starred) for base in bases):
         return {}
-    return {base.id: at for at, base in enumerate(bases) if isinstance(base, ast.Name)}
+    return {base.id: index for index, base in enumerate(bases) if isinstance(base, ast.Name)}
 
 
 def first_line(node: ast.stmt | ast.expr) -> int:
@@ -301,5 +301,5 @@ def _renamed(code: CodeType, before: str, after: str) -> CodeType:
     return code.replace(co_consts=tuple(map(renamed, code.co_consts)), co_qualname=qualname)
 
 
-def _within(name: str, around: str) -> bool:
-    return name == around or name.startswith(f"{around}.")
+def _within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")

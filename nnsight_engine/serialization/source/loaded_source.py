@@ -158,15 +158,15 @@ def _size(node: _Definition) -> tuple[int, int]:
 def _defines(fragment: SourceFragment, code: CodeType, *, exactly: bool) -> bool:
     """Return whether the text compiles to this code, which a tool may have rewritten unless ``exactly``."""
     try:
-        made = compile_function(fragment, code.co_freevars)
+        compiled = compile_function(fragment, code.co_freevars)
     except SyntaxError:
         return False
     signature = code.co_argcount + code.co_kwonlyargcount
     return (
-        made.co_varnames[:signature] == code.co_varnames[:signature]
-        and made.co_argcount == code.co_argcount
-        and set(made.co_freevars) == set(code.co_freevars)
-        and (not exactly or _parts(made) == _parts(code))
+        compiled.co_varnames[:signature] == code.co_varnames[:signature]
+        and compiled.co_argcount == code.co_argcount
+        and set(compiled.co_freevars) == set(code.co_freevars)
+        and (not exactly or _parts(compiled) == _parts(code))
     )
 
 

@@ -43,9 +43,9 @@ class SourceCache:
         """
         with self._lock:
             entry = linecache.cache.get(filename)
-            shown: object = entry[2] if entry is not None and len(entry) > 2 else None
+            shown_lines: object = entry[2] if entry is not None and len(entry) > 2 else None
             known = self._files.get(filename)
-            is_known = shown is not None and shown is known
+            is_known = shown_lines is not None and shown_lines is known
             if is_known and known is not None and known.is_quoted != is_quoted:
                 if is_quoted:
                     return
@@ -139,15 +139,15 @@ class CodeCache(Generic[Value]):
             if entry is not None:
                 self._entries.move_to_end(key)
                 return entry[1]
-        made = make()
+        value = make()
         with self._lock:
-            before = self._entries.pop(key, None)  # another thread may have inserted it meanwhile
-            self._entries[key] = (num_characters, made)
-            self._num_characters += num_characters - (before[0] if before is not None else 0)
+            replaced = self._entries.pop(key, None)  # another thread may have inserted it meanwhile
+            self._entries[key] = (num_characters, value)
+            self._num_characters += num_characters - (replaced[0] if replaced is not None else 0)
             while len(self._entries) > self._max_entries or self._num_characters > self._max_characters:
                 _, (length, _) = self._entries.popitem(last=False)
                 self._num_characters -= length
-        return made
+        return value
 
 
 _CACHE: Final[CodeCache[CodeType]] = CodeCache(512)
