@@ -197,6 +197,7 @@ class NewKey(BaseModel):
     @field_validator("scopes")
     @classmethod
     def _check_unique(cls, scopes: tuple[Scope, ...]) -> tuple[Scope, ...]:
+        """Return the scopes in the order of ``Scope``, each once."""
         return tuple(sorted(set(scopes), key=list(Scope).index))
 
     @field_validator("presets")

@@ -134,6 +134,7 @@ class Not(Strict):
 
 
 def _form_of_condition(value: Any) -> str:
+    """Return pydantic's tag of a condition: the name of the class that it is parsed as."""
     for join, kind in (("all", AllOf), ("any", AnyOf), ("not", Not)):
         if isinstance(value, kind) or (isinstance(value, dict) and join in value):
             return kind.__name__
@@ -161,8 +162,11 @@ def _check_size(value: Any) -> Any:
             fields = condition if isinstance(condition, dict) else {}
             join = next((name for name in _JOINS if name in fields), None)
             num_tests += join is None
-            below = fields.get(join) if join is not None else None
-            inner += below if isinstance(below, list) else [below] if join == "not" else []
+            contents = fields.get(join) if join is not None else None
+            if isinstance(contents, list):
+                inner += contents
+            elif join == "not":
+                inner.append(contents)
             if num_tests + len(inner) > MAX_TESTS * _MAX_DEPTH:
                 break
         level = inner

@@ -174,6 +174,7 @@ class ApiError(Exception):
         return self.code.status
 
     def body(self) -> ErrorResponse:
+        """Return OpenAI's error object, whose type follows from the status."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return ErrorResponse(
             error=ErrorInfo(message=self.message, type=kind, param=self.param, code=self.code)

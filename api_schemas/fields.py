@@ -146,6 +146,7 @@ class NameOrText(Strict):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
+        """Describe both forms: a plain string, and the object that it is read as."""
         object_schema = handler.resolve_ref_schema(handler(core_schema))
         description_of: JsonSchemaValue = {key: object_schema.pop(key) for key in ("title", "description")}
         return {

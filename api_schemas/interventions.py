@@ -105,6 +105,7 @@ class PromptOperations:
     """A request's operations, grouped by prompt once."""
 
     def __init__(self, operations: Sequence[Intervention]) -> None:
+        """Group operations by the prompts that they name; those without names are for all prompts."""
         self._shared: list[tuple[int, Intervention]] = []
         self._by_prompt: defaultdict[int, list[tuple[int, Intervention]]] = defaultdict(list)
         for index, op in enumerate(operations):
@@ -158,6 +159,7 @@ def _field(item: object, name: str) -> object:
 
 
 def _check_prompts(operations: Sequence[Intervention], num_prompts: int) -> None:
+    """Reject numbers of prompts that the request does not have, or that are named twice."""
     for index, operation in enumerate(operations):
         prompts = () if isinstance(operation, Trace) else operation.prompts or ()
         beyond = [prompt for prompt in prompts if prompt >= num_prompts]
@@ -184,6 +186,7 @@ def _check_alone(operations: Sequence[Intervention]) -> None:
 
 
 def _parse_one(item: object, param: str, limits: RequestLimits) -> Intervention:
+    """Parse one operation, whose path in the request is ``param``; ApiError for its first problem."""
     if not isinstance(item, dict):
         raise ApiError(
             ErrorCode.INVALID_SHAPE, f"An operation must be an object, got {excerpt(item)}.", param
@@ -265,7 +268,10 @@ def _first_problem(error: ValidationError, item: dict[str, Any], param: str) -> 
 
 
 def path_in(item: object, location: Sequence[int | str], *, keep_last: bool) -> list[str]:
-    """Return the location as a path in the request, without the tags of pydantic's unions."""
+    """Return the location as a path in the request, without the tags of pydantic's unions.
+
+    ``keep_last`` keeps its last part, which names a field that the request lacks.
+    """
     path: list[str] = []
     value: Any = item
     for index, part in enumerate(location):
@@ -278,6 +284,7 @@ def path_in(item: object, location: Sequence[int | str], *, keep_last: bool) -> 
 
 
 def _has_item(value: object, part: int | str) -> bool:
+    """Return whether a part of a location leads into a value; tags of unions lead nowhere."""
     if isinstance(value, list | tuple):
         return isinstance(part, int) and part < len(value)
     return isinstance(value, dict) and part in value

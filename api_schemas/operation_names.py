@@ -36,9 +36,12 @@ def points_of_names(op: Detect | Features | Feature | Stop | Flag) -> list[str]:
 
 
 def tensors_of(op: Intervention) -> dict[str, TensorInput]:
+    """Return an operation's tensors, as numbers or as names, by their paths."""
     match op:
-        case Steer(vectors=[*several]):
-            return {f"vectors.{index}.vector": weighted.vector for index, weighted in enumerate(several)}
+        case Steer(vectors=[*weighted_vectors]):
+            return {
+                f"vectors.{index}.vector": weighted.vector for index, weighted in enumerate(weighted_vectors)
+            }
         case Steer(vector=vector) | Ablate(vector=vector):
             return {} if vector is None else {"vector": vector}
         case Probe():
@@ -61,6 +64,7 @@ def with_tensors(op: Intervention, tensors: Mapping[str, TensorInput]) -> Interv
 
 
 def vectors_used(op: Intervention) -> dict[str, VectorUsed]:
+    """Return the stored vectors that an operation's names were resolved to, by path."""
     tensors = tensors_of(op)
     for path, test in condition_tests(op).items():
         if test.probe is not None:
@@ -82,6 +86,7 @@ def condition_tests(op: Intervention) -> dict[str, Test]:
 
 
 def detectors_used(op: Intervention) -> dict[str, DetectorUsed]:
+    """Return the stored detectors that an operation's names were resolved to, by path."""
     names: dict[str, DetectorName | None] = {
         f"{path}.detector": test.detector for path, test in condition_tests(op).items()
     }
@@ -95,6 +100,7 @@ def detectors_used(op: Intervention) -> dict[str, DetectorUsed]:
 
 
 def dictionaries_used(op: Intervention) -> dict[str, DictionaryUsed]:
+    """Return the stored dictionaries that an operation's names were resolved to, by path."""
     names: dict[str, DictionaryName | None] = {
         f"{path}.dictionary": test.dictionary for path, test in condition_tests(op).items()
     }

@@ -373,6 +373,7 @@ TRACER_NAME: Final = "tracer"
 
 
 def _form_of_variable(value: Any) -> str:
+    """Return pydantic's tag of a variable: an object with ``dtype`` and ``data`` is a tensor."""
     is_tensor = isinstance(value, TensorObject) or (
         isinstance(value, dict) and {"dtype", "data"} <= value.keys()
     )

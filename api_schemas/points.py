@@ -87,6 +87,7 @@ class LayerSelection:
         return range(start, stop)
 
     def _resolve_bound(self, bound: int, num_layers: int, param: str | None) -> int:
+        """Return an end of a range counted from the first layer; the number of layers is one, too."""
         resolved = bound + num_layers if bound < 0 else bound
         if not 0 <= resolved <= num_layers:
             raise ApiError(

@@ -39,10 +39,11 @@ LAYER: Final = "{layer}"
 
 
 def _form(value: Any) -> str:
+    """Return pydantic's tag of a prompt: a text, messages or token ids, by the first item."""
     if isinstance(value, str):
         return "text"
-    first = value[0] if isinstance(value, list) and value else None
-    return "messages" if isinstance(first, dict | ChatMessage) else "ids"
+    first_item = value[0] if isinstance(value, list) and value else None
+    return "messages" if isinstance(first_item, dict | ChatMessage) else "ids"
 
 
 def _check_texts(messages: list[ChatMessage]) -> list[ChatMessage]:

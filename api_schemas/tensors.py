@@ -72,6 +72,7 @@ class TensorObject(Strict):
 
     @model_validator(mode="after")
     def _decode(self, info: ValidationInfo) -> Self:
+        """Decode the data, after a check of the sizes that the shape and the text claim."""
         expected = math.prod(self.shape) * DTYPE_BYTES[self.dtype]
         claimed = max(expected, len(self.data) // 4 * 3 - 2)
         _check_size(claimed, info)
@@ -160,6 +161,7 @@ _LIST_KINDS: Final = ("numbers", "rows", "stacks")
 
 
 def _check_tensor(value: Any, info: ValidationInfo) -> Any:
+    """Check the size of nested lists, and the dtype of an object; objects check their own size."""
     if isinstance(value, list):
         shape = _shape_of(value)
         _check_size(math.prod(shape) * _LIST_ITEM_BYTES, info)
@@ -173,6 +175,7 @@ def _check_tensor(value: Any, info: ValidationInfo) -> Any:
 
 
 def _shape_of(value: list[Any]) -> list[int]:
+    """Return the shape of nested lists, going through all rows of one depth after the other."""
     shape = [len(value)]
     rows = value
     while rows and isinstance(rows[0], list):

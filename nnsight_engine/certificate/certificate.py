@@ -60,6 +60,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def judge_value(wanted: Measurement | None, got: Measurement | None, bounds: Bounds) -> Verdict:
+    """Judge vLLM's value (``got``) by transformers' (``wanted``); None is a point that one does not offer."""
     missing = _missing(wanted, got)
     if missing is not None:
         return missing
@@ -86,35 +87,37 @@ def judge_movement(
     if wanted.shape != got.shape:
         return Verdict(Status.DIFFERS, None, f"logits {list(got.shape)} instead of {list(wanted.shape)}")
     is_finite = plain[0].isfinite()
-    ours, theirs = (wanted - plain[0])[is_finite], (got - plain[1])[is_finite]
-    effect, apart = _size(ours), _size(theirs - ours)
-    if effect > 0 and apart <= bounds.movement * effect:
-        return Verdict(Status.OK, apart / effect)
-    difference = apart / effect if effect else None
-    if apart <= _NOISE * _size((plain[1] - plain[0])[is_finite]):
+    wanted_movement, got_movement = (wanted - plain[0])[is_finite], (got - plain[1])[is_finite]
+    effect, distance = _size(wanted_movement), _size(got_movement - wanted_movement)
+    if effect > 0 and distance <= bounds.movement * effect:
+        return Verdict(Status.OK, distance / effect)
+    difference = distance / effect if effect else None
+    if distance <= _NOISE * _size((plain[1] - plain[0])[is_finite]):
         return Verdict(
             Status.NOT_COMPARED, difference, "the movements differ no more than the engines do without it"
         )
-    if _size(theirs) <= _NO_MOVEMENT * effect:
+    if _size(got_movement) <= _NO_MOVEMENT * effect:
         return Verdict(Status.SILENTLY_WRONG, difference, "vLLM accepts it, and its logits do not move")
     return Verdict(Status.DIFFERS, difference, "it moves vLLM's logits otherwise than transformers'")
 
 
 def judge_tokens(wanted: list[int], got: list[int], logits: torch.Tensor, bounds: Bounds) -> Verdict:
     """Judge a greedy continuation; transformers chose from ``logits``, ``[tokens, vocabulary]``."""
-    first = next((step for step, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)
-    if first is None:
+    step_apart = next((step for step, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)
+    if step_apart is None:
         is_same = len(wanted) == len(got)
         return (
             Verdict(Status.OK)
             if is_same
             else Verdict(Status.DIFFERS, None, f"{len(got)} tokens instead of {len(wanted)}")
         )
-    row = logits[first]
-    margin = float((row[wanted[first]] - row[got[first]]) / row.abs().max())
+    row = logits[step_apart]
+    margin = float((row[wanted[step_apart]] - row[got[step_apart]]) / row.abs().max())
     if margin <= _MARGIN * bounds.value:
-        return Verdict(Status.NOT_COMPARED, margin, f"token {first + 1} of the continuation is nearly a tie")
-    return Verdict(Status.DIFFERS, margin, f"the continuation differs from token {first + 1} on")
+        return Verdict(
+            Status.NOT_COMPARED, margin, f"token {step_apart + 1} of the continuation is nearly a tie"
+        )
+    return Verdict(Status.DIFFERS, margin, f"the continuation differs from token {step_apart + 1} on")
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -133,9 +136,10 @@ def _size(value: torch.Tensor) -> float:
 
 
 def _missing(wanted: Measurement | None, got: Measurement | None) -> Verdict | None:
+    """Return the verdict if one of the measurements is no value; None if both are values."""
     if wanted is None or got is None:
-        where = "vLLM" if got is None else "transformers"
-        return Verdict(Status.NOT_COMPARED, None, f"{where} does not offer the point")
+        engine = "vLLM" if got is None else "transformers"
+        return Verdict(Status.NOT_COMPARED, None, f"{engine} does not offer the point")
     if isinstance(wanted, Failure):
         return Verdict(Status.NOT_COMPARED, None, f"transformers: {wanted.message}")
     if isinstance(got, Failure):
@@ -192,11 +196,13 @@ class Certificate(msgspec.Struct, frozen=True):
         return not {Status.DIFFERS, Status.SILENTLY_WRONG} & self.counts().keys()
 
     def counts(self, *what: str) -> Counter[Status]:
+        """Count findings by status, all or those of these kinds, see ``Finding.what``."""
         return Counter(
             finding.verdict.status for finding in self.findings if not what or finding.what in what
         )
 
     def reasons(self) -> dict[Verdict, list[Finding]]:
+        """Return the findings that are not ok, by their status and reason."""
         by_verdict: dict[Verdict, list[Finding]] = {}
         for finding in self.findings:
             if finding.verdict.status is not Status.OK:

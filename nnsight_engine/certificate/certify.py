@@ -67,6 +67,7 @@ class OperationRunner:
     """Runs requests with operations, one at a time; the model's blocking engine has started."""
 
     def __init__(self, model: VLLM, prompt_ids: list[int], adapter: LoRARequest | None = None) -> None:
+        """Ask the engine what its model offers, and have it hand over the results of operations."""
         assert isinstance(model.host, SyncEngine)  # noqa: S101 - a certificate's own
         self._engine = model.host
         self._ids = prompt_ids
@@ -84,12 +85,14 @@ class OperationRunner:
         return self.spec.leaf(leaf, int(layer)) is not None
 
     def generate(self, num_tokens: int, num_logprobs: int) -> RequestOutput:
+        """Continue the prompt greedily, without operations."""
         params = SamplingParams(
             temperature=0.0, max_tokens=num_tokens, logprobs=num_logprobs, ignore_eos=True
         )
         return self._output(params, None)
 
     def _output(self, params: SamplingParams, salt: str | None) -> RequestOutput:
+        """Run one request; with a ``salt`` it shares no cached prefix with others."""
         prompt: dict[str, Any] = {"prompt_token_ids": self._ids}
         if salt is not None:
             prompt["cache_salt"] = salt
@@ -103,8 +106,9 @@ class OperationRunner:
             ApiError: The model does not offer one of them to operations.
             InterventionError: The request failed.
         """
-        alone = [name for name in points if name.endswith((PATTERN, EXPERTS, STATE))]
-        vectors = [name for name in points if name != LOGITS and name not in alone]
+        # Values whose shapes differ from a vector for each token need captures of their own.
+        single_points = [name for name in points if name.endswith((PATTERN, EXPERTS, STATE))]
+        vectors = [name for name in points if name != LOGITS and name not in single_points]
         operations: list[dict[str, Any]] = [
             {
                 "op": "capture",
@@ -112,7 +116,7 @@ class OperationRunner:
                 "name": point,
                 "where": _LAST if point.endswith(STATE) else {"phase": "prompt"},
             }
-            for point in alone
+            for point in single_points
         ]
         if vectors:
             operations.append(
@@ -120,18 +124,18 @@ class OperationRunner:
             )
         if LOGITS in points:
             operations.append(_LAST_LOGITS)
-        states = {
+        values = {
             point: _as_tensor(result)
             for capture in self._run(operations).results
             if isinstance(capture, CollectedCapture)
             for point, result in capture.points.items()
         }
-        for point, value in states.items():
+        for point, value in values.items():
             if point.endswith(PATTERN):
-                states[point] = value.transpose(0, 1)
+                values[point] = value.transpose(0, 1)
             elif point.endswith(STATE):
-                states[point] = value[0]
-        return states
+                values[point] = value[0]
+        return values
 
     def steer(self, point: str, change: torch.Tensor) -> torch.Tensor:
         """Add to a point, as ``blocks.write_in_place`` does, and return the same logits; raises likewise."""
@@ -142,6 +146,7 @@ class OperationRunner:
         return _as_tensor(capture.points[LOGITS]).flatten()
 
     def _run(self, operations: Sequence[dict[str, Any]]) -> CollectedResults:
+        """Run a request of one token with operations; InterventionError if one of them failed."""
         parsed = parse_interventions(list(operations), RequestLimits(max_operations=len(operations)))
         compiled = compile_request(
             parsed,
@@ -239,20 +244,24 @@ class _Comparison:
         adapter: LoRARequest | None,
         report: Report,
     ) -> None:
+        """Ask the engine for its model's class and dtype, whose tolerance bounds the differences."""
         self._model = model
         self._request = request
         self._reference = reference
         self._report = report
         self._ids = reference.facts.prompt_ids
         self._operations = OperationRunner(model, self._ids, adapter)
-        self._class = str(common_result(model.host.call("outline_model"))[0][1])
+        root_module = common_result(model.host.call("outline_model"))[0]
+        _, class_name, *_rest = root_module
+        self._class = str(class_name)
         self._dtype = self._operations.spec.dtype
         self._bounds = Bounds.of(request.tolerance or TOLERANCES[self._dtype])
         self._findings: list[Finding] = []
-        self._is_apart = False
+        self._logits_differ = False
         self._options: dict[str, Any] = {} if adapter is None else {"lora_request": adapter}
 
     def run(self) -> Certificate:
+        """Make all comparisons; points are left out if transformers' model has no standard ones."""
         facts = self._reference.facts
         self._compare_plain()
         if "points" in facts.failures:
@@ -271,12 +280,14 @@ class _Comparison:
         )  # fmt: skip
 
     def _add(self, subject: str, what: str, verdict: Verdict) -> None:
-        if self._is_apart and verdict.status is Status.DIFFERS and verdict.difference is not None:
+        """Add a finding; where the plain logits differ already, a further difference proves nothing."""
+        if self._logits_differ and verdict.status is Status.DIFFERS and verdict.difference is not None:
             reason = "vLLM's own logits differ from transformers', and this with them"
             verdict = Verdict(Status.NOT_COMPARED, verdict.difference, reason)
         self._findings.append(Finding(subject, what, verdict))
 
     def _compare_plain(self) -> None:
+        """Compare logits and a greedy continuation without interventions, which all else rests on."""
         logits = self._reference.tensors["plain"]
         try:
             output = self._operations.generate(len(logits), _NUM_LOGPROBS)
@@ -284,11 +295,12 @@ class _Comparison:
             raise CertificateError(f"vLLM cannot generate: {Failure.of(error).message}") from error
         verdict = judge_value(*_most_likely(logits[0], output), self._bounds)
         self._add(LOGITS, PLAIN, verdict)
-        self._is_apart = verdict.status is Status.DIFFERS
+        self._logits_differ = verdict.status is Status.DIFFERS
         got = list(output.outputs[0].token_ids)
         self._add("tokens", PLAIN, judge_tokens(self._reference.facts.tokens, got, logits, self._bounds))
 
     def _compare_points(self) -> None:
+        """Compare the values of all points, changes at them, and skipped layers."""
         offered = self._offered()
         points = list(dict.fromkeys([*self._reference.facts.points, *offered]))
         total = len(points) + len(self._reference.facts.layers)
@@ -309,6 +321,7 @@ class _Comparison:
             self._judge_movement(f"layers.{layer}", SKIP, f"skip {layer}", got, read.get(LOGITS))
 
     def _offered(self) -> list[str]:
+        """Return vLLM's points outside of layers and in the compared ones."""
         layers = set(self._reference.facts.layers)
         return [
             name
@@ -333,9 +346,10 @@ class _Comparison:
     def _judge_movement(
         self, subject: str, what: str, key: str, got: Measurement | None, unchanged: Measurement | None
     ) -> None:
+        """Add the verdict on logits after a change or a skip; ``unchanged`` are vLLM's without it."""
         plain = self._reference.tensors["plain"][0]
-        unsteered = unchanged.flatten() if isinstance(unchanged, torch.Tensor) else plain
-        verdict = judge_movement(self._reference.get(key), got, (plain, unsteered), self._bounds)
+        vllm_plain = unchanged.flatten() if isinstance(unchanged, torch.Tensor) else plain
+        verdict = judge_movement(self._reference.get(key), got, (plain, vllm_plain), self._bounds)
         self._add(subject, what, verdict)
 
 

@@ -65,6 +65,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
+        """Return the failure that an error is, told by its first line."""
         lines = str(error).strip().splitlines() or [""]
         code = str(getattr(error, "code", ""))
         return cls(
@@ -149,6 +150,7 @@ class Reference:
 
 
 def measured(measure: Callable[..., torch.Tensor], *args: Any, **options: Any) -> Measurement:
+    """Return what ``measure`` returns, or its error as a ``Failure``."""
     try:
         return measure(*args, **options)
     except Exception as error:  # noqa: BLE001 - whatever it is, the certificate says it
@@ -183,21 +185,23 @@ def read(model: Any, prompt: Any, names: Sequence[str], **options: Any) -> dict[
 
 
 def write_in_place(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Add ``change`` in place at all positions but the first (logits: the last); return the last logits."""
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name]
-        first = value.shape[axis] - 1 if name == LOGITS else 1
-        value.narrow(axis, first, value.shape[axis] - first).add_(change.to(value))
+        first_position = value.shape[axis] - 1 if name == LOGITS else 1
+        value.narrow(axis, first_position, value.shape[axis] - first_position).add_(change.to(value))
         logits = model.points[LOGITS][..., -1, :].clone().save()
     return _on_host(logits).flatten()
 
 
 def assign(model: Any, prompt: Any, name: str, change: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Do as ``write_in_place`` does, but assign a changed copy to the point."""
     axis = -1 - change.ndim
     with model.trace(prompt, **options):
         value = model.points[name].clone()
-        first = value.shape[axis] - 1 if name == LOGITS else 1
-        value.narrow(axis, first, value.shape[axis] - first).add_(change.to(value))
+        first_position = value.shape[axis] - 1 if name == LOGITS else 1
+        value.narrow(axis, first_position, value.shape[axis] - first_position).add_(change.to(value))
         model.points[name] = value
         logits = model.points[LOGITS][..., -1, :].clone().save()
     return _on_host(logits).flatten()

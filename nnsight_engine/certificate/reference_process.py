@@ -59,6 +59,7 @@ def compute(request: CheckRequest, report: Report) -> Reference:
 
 
 def _load(request: CheckRequest) -> LanguageModel:
+    """Load the model in float32, with the attention that yields patterns if it has that."""
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "device_map": request.device,
@@ -92,6 +93,7 @@ class _Measuring:
         self._failures: dict[str, Failure] = {}
 
     def run(self) -> Reference:
+        """Measure the continuation, values, the effect of changes, and of skipped layers."""
         tokens = self._generate()
         num_layers, layers, shapes = self._points()
         values = all_measured(list(shapes), lambda names: measurements.read(self._model, self._prompt, names))
@@ -130,6 +132,7 @@ class _Measuring:
         return ids[len(self._ids) :]
 
     def _points(self) -> tuple[int, list[int], dict[str, tuple[int, ...]]]:
+        """Return the number of layers, the compared layers, and the shapes of points there and outside."""
         try:
             shapes = self._model.points()
         except NoStandardPointsError as error:
@@ -140,12 +143,12 @@ class _Measuring:
             (point.index or 0 for point in by_layer.values() if point is not None), default=-1
         )
         layers = self._layers(num_layers)
-        kept = {
+        selected = {
             name: shape
             for name, shape in shapes.items()
             if (point := by_layer[name]) is None or point.index in layers
         }
-        return num_layers, layers, kept
+        return num_layers, layers, selected
 
     def _layers(self, num_layers: int) -> list[int]:
         """Return the layers of the request, or the first, the middle and the last of each kind."""
@@ -200,6 +203,7 @@ _SHOWN: Final = 2000
 
 
 def compute_apart(request: CheckRequest, report: Report) -> Reference:
+    """Compute the reference in another process; CertificateError with its message if it fails."""
     with tempfile.TemporaryDirectory(prefix="nnsight-engine-") as name:
         folder = Path(name)
         (folder / _REQUEST).write_bytes(msgspec.json.encode(request))
@@ -224,6 +228,7 @@ def compute_apart(request: CheckRequest, report: Report) -> Reference:
 
 
 def _follow(process: subprocess.Popen[bytes], report: Report) -> None:
+    """Report the progress that the process prints, until it ends; it is killed if this is interrupted."""
     try:
         for line in process.stdout or ():
             try:
@@ -242,6 +247,7 @@ def _print_progress(what: str, done: int, total: int) -> None:
 
 
 def main() -> None:
+    """Compute the reference in the folder that the first argument names; the parent reads an error there."""
     folder = Path(sys.argv[1])
     request = msgspec.json.decode((folder / _REQUEST).read_bytes(), type=CheckRequest)
     try:

@@ -26,6 +26,7 @@ _GUARD = re.compile(rb"__name__\s*==\s*['\"]__main__['\"]")
 
 
 def main(arguments: list[str]) -> int:
+    """Install the hooks, and run the named script or module; return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m nnsight_engine.compat", description=__doc__.split("\n")[0]
     )
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run_script(name: str) -> None:
+    """Run a file as ``__main__``, like the interpreter does; spawned processes run it if it has a guard."""
     path = os.path.abspath(name)
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(path)
@@ -64,6 +66,7 @@ def _run_script(name: str) -> None:
 
 
 def _run_and_report(run: Callable[[], object]) -> int:
+    """Run a program and return its exit code; an error is printed without our and the launcher's frames."""
     try:
         run()
     except Exception as error:  # noqa: BLE001 - any error that the program did not handle

@@ -37,6 +37,7 @@ def _warn(old: builtins.str, new: builtins.str) -> None:
 
 
 def _plain(kind: type[T]) -> Callable[..., T]:
+    """Return a function that makes a builtin type's value, and warns that the plain type does."""
     name = kind.__name__
 
     def make(*args: Any, **kwargs: Any) -> T:

@@ -70,6 +70,7 @@ class _Renamed(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Find ``nnsight.x`` as the module ``nnsight_engine.x``; None for names of other packages."""
         if fullname != OLD and not fullname.startswith(f"{OLD}."):
             return None
         ours = OURS + fullname.removeprefix(OLD)
@@ -86,6 +87,7 @@ class _SameModule(Loader):
         self.spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module of our name; its spec is kept, as the import system replaces it."""
         module = importlib.import_module(self.name)
         self.spec = module.__spec__
         return module
@@ -106,6 +108,7 @@ class _MissingNameFinder(MetaPathFinder):
 
 
 def _spec(name: str) -> ModuleSpec | None:
+    """Return a module's spec; None if it or a package around it is missing."""
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:
@@ -113,14 +116,15 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _unknown(ours: str) -> ModuleNotFoundError:
+    """Return the error for a module that we lack, with the names that its package has."""
     parent, _, name = ours.rpartition(".")
     package = importlib.import_module(parent)
     modules = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
     offered = sorted({*getattr(package, "__all__", ()), *modules})
-    shown = OLD + parent.removeprefix(OURS)
+    package_name = OLD + parent.removeprefix(OURS)
     return ModuleNotFoundError(
-        f"{shown} has no {name!r} in {OURS}, which replaces it here; it has {', '.join(offered)}",
-        name=f"{shown}.{name}",
+        f"{package_name} has no {name!r} in {OURS}, which replaces it here; it has {', '.join(offered)}",
+        name=f"{package_name}.{name}",
     )
 
 

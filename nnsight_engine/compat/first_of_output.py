@@ -35,6 +35,7 @@ def stop_listening() -> None:
 
 
 def _check(frame: FrameType, holder: Any, name: str, value: Any) -> None:
+    """Warn at the line that takes the first item of a block's output; called for each value that is read."""
     module = getattr(holder, "_module", None)
     is_block = any(base.__name__ == _BLOCK for base in type(module).__mro__)
     if name != "output" or not is_block or getattr(value, "ndim", None) != _NUM_DIMENSIONS:
@@ -83,6 +84,7 @@ def first_taken(code: CodeType, offset: int) -> tuple[int | None, str | None]:
 
 @functools.lru_cache(maxsize=4096)
 def indexed_by_name(code: CodeType, name: str) -> int | None:
+    """Return the first line that takes the first item of a variable's value; None if none does."""
     instructions = _instructions(code)
     for number, instruction in enumerate(instructions):
         is_read = instruction.opname.startswith("LOAD_") and instruction.argval == name
@@ -111,6 +113,7 @@ def _past_methods(instructions: list[dis.Instruction], number: int) -> int:
 
 
 def _takes_first(instructions: list[dis.Instruction], number: int) -> bool:
+    """Return whether the instructions from ``number`` on index a value with 0, or unpack it."""
     if number + 1 >= len(instructions):
         return False
     instruction, following = instructions[number], instructions[number + 1]

@@ -59,6 +59,7 @@ PATHS: Final = {
 
 class _Path(ModuleType):
     def __init__(self, name: str, sources: dict[str, str]) -> None:
+        """Make a module whose names are loaded when they are used; ``sources`` has each one's module."""
         super().__init__(name, f"Names of nnsight's ``{name.partition('.')[2]}``, defined elsewhere.")
         self.__path__: list[str] = []
         self.__spec__ = ModuleSpec(name, None, is_package=True)
@@ -66,6 +67,7 @@ class _Path(ModuleType):
         self._sources = sources
 
     def __getattr__(self, name: str) -> Any:
+        """Load a name from the module that defines it, and store it here."""
         if name not in self._sources:
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}; it offers {', '.join(self.__all__)}"
@@ -85,10 +87,11 @@ def add_paths(root: str) -> None:
 
 
 def _add(name: str, sources: dict[str, str]) -> None:
-    parent, _, last = name.rpartition(".")
+    """Add a module of names to ``sys.modules`` and to its parent, which is made if it is missing."""
+    parent, _, child = name.rpartition(".")
     if parent not in sys.modules:
         _add(parent, {})
     module = sys.modules.setdefault(name, _Path(name, sources))
-    above = sys.modules[parent]
-    setattr(above, last, module)
-    above.__all__ = sorted({*getattr(above, "__all__", ()), last})  # type: ignore[attr-defined] # a module's
+    package = sys.modules[parent]
+    setattr(package, child, module)
+    package.__all__ = sorted({*getattr(package, "__all__", ()), child})  # type: ignore[attr-defined] # a module's

@@ -36,6 +36,8 @@ _DTYPES: Final = {
     "BF16": (np.int16, torch.bfloat16),
     "I8": (np.int8, torch.int8),
 }
+_LENGTH_BYTES: Final = 8
+"""A safetensors file begins with the length of its header."""
 
 
 def load(source: str | os.PathLike[str], *, cache: Path | None = None) -> ActivationDataset:
@@ -73,6 +75,7 @@ class _Files:
         self._url = url
 
     def path(self, name: str) -> Path:
+        """Return a file's path; a file of a URL is copied first, and gets its name when it is whole."""
         path = self._folder / name
         if self._url is not None and not path.is_file():
             filesystem, root = fsspec.core.url_to_fs(self._url)
@@ -95,7 +98,7 @@ class ShardRows:
     scales: torch.Tensor | None = None
 
     def read(self, rows: slice | Numbers) -> torch.Tensor:
-        """Return rows in float32, or in the bfloat16 of the file."""
+        """Return a copy of rows: int8 ones scaled to float32, others in the dtype of the file."""
         chosen = rows if isinstance(rows, slice) else torch.from_numpy(rows)
         data = self.data[chosen]
         if self.scales is not None:
@@ -104,9 +107,10 @@ class ShardRows:
 
 
 def map_rows(path: Path) -> ShardRows:
+    """Map a shard's file of a point: 8 bytes of header size, a JSON header, then ``rows`` and ``scales``."""
     with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(file.read(header_bytes))
 
     def mapped(name: str) -> torch.Tensor:
         entry = header[name]
@@ -115,7 +119,7 @@ def map_rows(path: Path) -> ShardRows:
         if 0 in shape:
             return torch.zeros(shape, dtype=dtype)
         # Copy on write, because torch warns about arrays that cannot be written.
-        array = np.memmap(path, stored, "c", 8 + size + entry["data_offsets"][0], shape)
+        array = np.memmap(path, stored, "c", _LENGTH_BYTES + header_bytes + entry["data_offsets"][0], shape)
         return torch.from_numpy(array).view(dtype)
 
     return ShardRows(mapped("rows"), mapped("scales") if "scales" in header else None)
@@ -145,19 +149,21 @@ class PointRows:
         numbers = np.asarray(rows, np.int64)
         if numbers.size and not -len(self) <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"rows run from 0 to {len(self) - 1}, got {rows}")
-        found = self.read(np.atleast_1d(np.where(numbers < 0, numbers + len(self), numbers)))
-        return found if numbers.ndim else found[0]
+        values = self.read(np.atleast_1d(np.where(numbers < 0, numbers + len(self), numbers)))
+        return values if numbers.ndim else values[0]
 
     def read(self, numbers: Numbers) -> torch.Tensor:
-        """Return rows by their numbers, ``[n, width]``."""
-        starts = self._dataset.starts
-        shards = np.searchsorted(starts, numbers, side="right") - 1
+        """Return rows by their numbers in the dataset, ``[n, width]``, with one read of each shard."""
+        first_rows = self._dataset.starts
+        shards = np.searchsorted(first_rows, numbers, side="right") - 1
         dtype = torch.bfloat16 if self._dataset.manifest.rows.dtype == "bfloat16" else torch.float32
-        found = torch.empty(len(numbers), self.point.width, dtype=dtype)
+        values = torch.empty(len(numbers), self.point.width, dtype=dtype)
         for shard in np.unique(shards):
-            places = np.flatnonzero(shards == shard)
-            found[torch.from_numpy(places)] = self.shard(int(shard)).read(numbers[places] - starts[shard])
-        return found
+            indexes = np.flatnonzero(shards == shard)
+            values[torch.from_numpy(indexes)] = self.shard(int(shard)).read(
+                numbers[indexes] - first_rows[shard]
+            )
+        return values
 
     def __getstate__(self) -> dict[str, Any]:
         return {"point": self.point, "_dataset": self._dataset, "_mapped": {}}
@@ -194,10 +200,10 @@ class ActivationDataset:
 
     def rows(self, point: str) -> PointRows:
         """Return the rows of a point; SettingsError for one that the dataset does not have."""
-        found = next((one for one in self.manifest.rows.points if one.name == point), None)
-        if found is None:
+        record = next((candidate for candidate in self.manifest.rows.points if candidate.name == point), None)
+        if record is None:
             raise SettingsError(f"the dataset has the points {', '.join(self.points)}, got {point!r}")
-        return PointRows(self, found)
+        return PointRows(self, record)
 
     def index(self, shard: int) -> Mapping[str, npt.NDArray[Any]]:
         """Return the columns of a shard's index: prompt, position, token and scores of each row."""
@@ -257,8 +263,8 @@ class TorchDataset(IterableDataset[Batch]):
         self._chunk_rows = max(1, window_rows // _CHUNKS_IN_WINDOW)
         self._indexes: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self._epoch = 0
-        self._num_batches = 0
-        self._is_of_worker = True
+        self._num_batches = 0  # of this epoch, that were yielded or are skipped
+        self._counts_own_batches = True
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next epoch; workers that are started for each epoch have to be told."""
@@ -275,20 +281,21 @@ class TorchDataset(IterableDataset[Batch]):
         "of_worker": False}`` with the number of batches that the DataLoader has yielded.
         """
         self._epoch, self._num_batches = int(state["epoch"]), int(state["batches"])
-        self._is_of_worker = bool(state.get("of_worker", True))
+        self._counts_own_batches = bool(state.get("of_worker", True))
 
     def __iter__(self) -> Iterator[Batch]:
+        """Yield this worker's share of the epoch, after the batches that a loaded state counts as done."""
         worker = get_worker_info()
-        number, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         chunks = self._chunks()
-        own = chunks[number::num_workers]
-        done = self._num_batches
-        if not self._is_of_worker:
-            sizes = [int(chunks[one::num_workers, 1].sum()) for one in range(num_workers)]
-            counts = [-(-size // self._batch_size) for size in sizes]
-            done = _share(done, counts, number)
-            self._num_batches, self._is_of_worker = done, True
-        for numbers in self._batches(own, number, done):
+        own_chunks = chunks[worker_id::num_workers]
+        num_done = self._num_batches
+        if not self._counts_own_batches:
+            rows_of_workers = [int(chunks[other::num_workers, 1].sum()) for other in range(num_workers)]
+            batches_of_workers = [-(-size // self._batch_size) for size in rows_of_workers]
+            num_done = _share(num_done, batches_of_workers, worker_id)
+            self._num_batches, self._counts_own_batches = num_done, True
+        for numbers in self._batches(own_chunks, worker_id, num_done):
             self._num_batches += 1
             yield self._read(numbers)
         self.set_epoch(self._epoch + 1)
@@ -303,30 +310,34 @@ class TorchDataset(IterableDataset[Batch]):
         chunks = np.concatenate(parts)
         return chunks if self._seed is None else chunks[self._random(0).permutation(len(chunks))]
 
-    def _random(self, *parts: int) -> np.random.Generator:
-        return np.random.default_rng([self._seed or 0, self._epoch, *parts])
+    def _random(self, *key: int) -> np.random.Generator:
+        """Return a generator of this epoch: key ``0`` orders the chunks, ``1 + worker, window`` a window."""
+        return np.random.default_rng([self._seed or 0, self._epoch, *key])
 
     def _batches(self, chunks: Numbers, worker: int, skipped: int) -> Iterator[Numbers]:
-        """Yield the row numbers of a worker's batches, from one on; windows before it are not made."""
-        left = skipped * self._batch_size
-        rest = np.zeros(0, np.int64)
+        """Yield the row numbers of a worker's batches after the first ``skipped``.
+
+        Windows before these are not made; rows that fill no batch go with the next window's.
+        """
+        rows_to_skip = skipped * self._batch_size
+        pending = np.zeros(0, np.int64)
         for window in range(0, len(chunks), _CHUNKS_IN_WINDOW):
-            own = chunks[window : window + _CHUNKS_IN_WINDOW]
-            size = int(own[:, 1].sum())
-            if left >= size:
-                left -= size
+            window_chunks = chunks[window : window + _CHUNKS_IN_WINDOW]
+            size = int(window_chunks[:, 1].sum())
+            if rows_to_skip >= size:
+                rows_to_skip -= size
                 continue
-            numbers = np.concatenate([np.arange(first, first + count) for first, count in own])
+            numbers = np.concatenate([np.arange(first, first + count) for first, count in window_chunks])
             if self._seed is not None:
                 numbers = numbers[self._random(1 + worker, window).permutation(size)]
-            rest = np.concatenate([rest, numbers[left:]])
-            left = 0
-            whole = len(rest) - len(rest) % self._batch_size
-            for start in range(0, whole, self._batch_size):
-                yield rest[start : start + self._batch_size]
-            rest = rest[whole:]
-        if len(rest):
-            yield rest
+            pending = np.concatenate([pending, numbers[rows_to_skip:]])
+            rows_to_skip = 0
+            num_full = len(pending) - len(pending) % self._batch_size
+            for start in range(0, num_full, self._batch_size):
+                yield pending[start : start + self._batch_size]
+            pending = pending[num_full:]
+        if len(pending):
+            yield pending
 
     def _read(self, numbers: Numbers) -> Batch:
         batch = {name: rows.read(numbers) for name, rows in self._rows.items()}
@@ -342,31 +353,35 @@ class TorchDataset(IterableDataset[Batch]):
         return self._indexes[shard]
 
     def _index_of(self, numbers: Numbers) -> Batch:
+        """Return prompt, position and token of rows by their numbers in the dataset, each ``[n]``."""
         shards = np.searchsorted(self._dataset.starts, numbers, side="right") - 1
-        found = {name: np.empty(len(numbers), np.int64) for name in INDEX_COLUMNS}
+        columns = {name: np.empty(len(numbers), np.int64) for name in INDEX_COLUMNS}
         for shard in np.unique(shards):
             index = self._columns(int(shard))
-            places = np.flatnonzero(shards == shard)
-            for name, column in found.items():
-                column[places] = index[name][numbers[places] - self._dataset.starts[shard]]
-        return {name: torch.from_numpy(column) for name, column in found.items()}
+            indexes = np.flatnonzero(shards == shard)
+            for name, column in columns.items():
+                column[indexes] = index[name][numbers[indexes] - self._dataset.starts[shard]]
+        return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def _share(num_batches: int, counts: Sequence[int], worker: int) -> int:
-    """Return how many of a DataLoader's first batches were a worker's; it asks its workers in turn."""
+    """Return how many of a DataLoader's first batches were a worker's; it asks its workers in turn.
+
+    ``counts`` has the batches of each worker in an epoch; a worker that has no more is passed over.
+    """
     done = [0] * len(counts)
-    level = 0
+    rounds_done = 0
     while num_batches:
-        waiting = [one for one, count in enumerate(counts) if count > level]
-        if not waiting:
+        active = [index for index, count in enumerate(counts) if count > rounds_done]
+        if not active:
             break
-        step = min(min(counts[one] for one in waiting) - level, num_batches // len(waiting))
-        if step == 0:
-            for one in waiting[:num_batches]:
-                done[one] += 1
+        num_rounds = min(min(counts[index] for index in active) - rounds_done, num_batches // len(active))
+        if num_rounds == 0:
+            for index in active[:num_batches]:
+                done[index] += 1
             break
-        for one in waiting:
-            done[one] += step
-        level += step
-        num_batches -= step * len(waiting)
+        for index in active:
+            done[index] += num_rounds
+        rounds_done += num_rounds
+        num_batches -= num_rounds * len(active)
     return done[worker]

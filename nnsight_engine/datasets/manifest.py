@@ -71,7 +71,7 @@ class SinkTimeoutError(SinkError):
 
 
 def error_named(name: str, message: str) -> DatasetError:
-    """Return the error of another process, by the name of its class."""
+    """Return the error of another process, by its class's name; of the base class for an unknown name."""
     kinds: list[type[DatasetError]] = [DatasetError]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -169,8 +169,8 @@ class RowSettings(msgspec.Struct, frozen=True):
     @property
     def row_bytes(self) -> int:
         """Bytes of one row at all points, without the index."""
-        scale = 4 if self.dtype == "int8" else 0
-        return sum(point.width * _ITEM_BYTES[self.dtype] + scale for point in self.points)
+        scale_bytes = _ITEM_BYTES["float32"] if self.dtype == "int8" else 0
+        return sum(point.width * _ITEM_BYTES[self.dtype] + scale_bytes for point in self.points)
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -230,9 +230,9 @@ class Manifest(msgspec.Struct, frozen=True):
         ours, theirs = msgspec.to_builtins(self), msgspec.to_builtins(found)
         for name in PROGRESS_FIELDS:
             del ours[name], theirs[name]
-        path = _first_difference(theirs, ours, "")
-        if path is not None:
-            field, there, here = path
+        difference = _first_difference(theirs, ours, "")
+        if difference is not None:
+            field, there, here = difference
             raise ManifestMismatchError(
                 f"{place} has a dataset with `{field}` {there!r}, and this run has {here!r}: write to "
                 "another folder, or repeat the call with the same settings"
@@ -240,10 +240,13 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def _first_difference(there: Any, here: Any, path: str) -> tuple[str, Any, Any] | None:
+    """Return the dotted path of the first field that differs and its two values; None if all are equal."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in [*there, *(key for key in here if key not in there)]:
-            found = _first_difference(there.get(key), here.get(key), f"{path}.{key}" if path else str(key))
-            if found is not None:
-                return found
+            difference = _first_difference(
+                there.get(key), here.get(key), f"{path}.{key}" if path else str(key)
+            )
+            if difference is not None:
+                return difference
         return None
     return None if there == here else (path, there, here)

@@ -68,7 +68,10 @@ class PromptSource:
     """
 
     def __init__(self, source: Any, form: Format | None = None) -> None:
-        """Read a path or fsspec URL, also with ``*``, or an iterable of texts, lists of ids or objects."""
+        """Read a path or fsspec URL, also with ``*``, or an iterable of texts, lists of ids or objects.
+
+        ``form`` is the format of the files, by default the one that their names say.
+        """
         if not isinstance(source, str | os.PathLike):
             if not isinstance(source, Iterable):
                 raise SettingsError(f"prompts are a path, a URL or an iterable, got {type(source).__name__}")
@@ -80,12 +83,14 @@ class PromptSource:
         self._filesystem, path = fsspec.core.url_to_fs(name)
         paths = sorted(self._filesystem.glob(path)) if "*" in path else [path]
         try:
-            files = [SourceFile(_last(one), int(self._filesystem.size(one))) for one in paths]
+            files = [
+                SourceFile(_last(file_path), int(self._filesystem.size(file_path))) for file_path in paths
+            ]
         except (OSError, TypeError) as error:
             raise SettingsError(f"there is no file of prompts at {name}: {error}") from error
         if not files:
             raise SettingsError(f"no file of prompts matches {name}")
-        self._files = [(one, form or _format_of(one)) for one in paths]
+        self._files = [(file_path, form or _format_of(file_path)) for file_path in paths]
         self.identity = SourceIdentity(self._files[0][1], name, files)
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -144,35 +149,39 @@ def _parquet(name: str, file: Any) -> Iterator[Prompt]:
     except pa.ArrowInvalid as error:
         raise PromptSourceError(name, 1, f"not Parquet: {error}") from error
     columns = [column for column in _FIELDS if column in table.schema_arrow.names]
-    number = itertools.count(1)
+    numbers = itertools.count(1)
     for batch in table.iter_batches(_PARQUET_ROWS, columns=columns):
         for row in batch.to_pylist():
-            yield _prompt({key: row[key] for key in columns if row[key] is not None}, name, next(number))
+            yield _prompt({key: row[key] for key in columns if row[key] is not None}, name, next(numbers))
 
 
 def _prompt(value: Any, file: str, number: int) -> Prompt:
+    """Return a source's item as a prompt: an object with one of ``_FIELDS``, or its bare content."""
     if isinstance(value, Prompt):
         return value
     if not isinstance(value, Mapping):
         value = {"prompt": value}
-    given = [name for name in _FIELDS if name in value]
-    if len(given) != 1:
+    fields = [name for name in _FIELDS if name in value]
+    if len(fields) != 1:
         raise PromptSourceError(file, number, f"needs one of {', '.join(_FIELDS)}, got {list(value)[:8]}")
-    found = _made(given[0], value[given[0]])
-    if found is None:
+    prompt = _made(fields[0], value[fields[0]])
+    if prompt is None:
         raise PromptSourceError(
-            file, number, f"`{given[0]}` has the wrong type: text is a string, token_ids are integers from 0"
+            file, number, f"`{fields[0]}` has the wrong type: text is a string, token_ids are integers from 0"
         )
-    return found
+    return prompt
 
 
 def _made(field: str, content: Any) -> Prompt | None:
+    """Return the prompt with this content; None if the content is of a type that the field does not take."""
     if isinstance(content, str):
         return Prompt(text=content) if field in {"text", "prompt"} else None
     items = content.tolist() if hasattr(content, "tolist") else content
     if not isinstance(items, list | tuple):
         return None
     if field == "messages":
-        return Prompt(messages=list(items)) if items and all(isinstance(one, dict) for one in items) else None
-    are_ids = field != "text" and all(type(one) is int and 0 <= one <= _MAX_TOKEN for one in items)
+        return (
+            Prompt(messages=list(items)) if items and all(isinstance(item, dict) for item in items) else None
+        )
+    are_ids = field != "text" and all(type(item) is int and 0 <= item <= _MAX_TOKEN for item in items)
     return Prompt(token_ids=list(items)) if are_ids else None

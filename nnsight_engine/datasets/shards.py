@@ -32,6 +32,9 @@ from nnsight_engine.datasets.storage import INDEX, PARTIAL, sync_folder, write_d
 HEADER_BYTES: Final = 4096
 INDEX_COLUMNS: Final = ("prompt", "position", "token")
 
+_LENGTH_BYTES: Final = 8
+_INDEX_ROW_BYTES: Final = 16
+"""Prompt, position and token of a row, before compression."""
 _RECORD: Final = b"nnsight_engine.shard"
 _FILE_DTYPES: Final = {"float32": "F32", "bfloat16": "BF16", "int8": "I8"}
 _MAX_INT8: Final = 127
@@ -63,7 +66,7 @@ class PromptRows:
 
     @property
     def num_bytes(self) -> int:
-        return sum(value.nbytes for value in self.values.values()) + 16 * len(self.positions)
+        return sum(value.nbytes for value in self.values.values()) + _INDEX_ROW_BYTES * len(self.positions)
 
 
 def file_name(point: str) -> str:
@@ -71,16 +74,17 @@ def file_name(point: str) -> str:
 
 
 class PointFile:
-    """Appends the rows of one point."""
+    """Appends the rows of one point to a partial file, which gets its header and its name in ``finish``."""
 
     def __init__(self, folder: Path, point: Point, dtype: Dtype, checksums: ThreadPoolExecutor) -> None:
+        """Open a partial file behind the header's region; ``checksums`` is the thread for CRCs."""
         self._path = folder / file_name(point.name)
         self._partial = self._path.with_name(self._path.name + PARTIAL)
         self._width = point.width
         self._dtype = dtype
         self._scales: list[bytes] = []
         self._checksums = checksums
-        self._num_rows = self._num_bytes = self._num_sent = self._crc = 0
+        self._num_rows = self._num_bytes = self._num_flushed = self._crc = 0
         self._file = self._partial.open("wb", buffering=_BUFFER_BYTES)
         self._file.seek(HEADER_BYTES)
 
@@ -104,6 +108,7 @@ class PointFile:
         return self._write_bytes(array.data.cast("B") if array.size else b"")
 
     def _write_bytes(self, data: memoryview | bytes) -> int:
+        """Append bytes and update their CRC, for many of them on another thread meanwhile."""
         if len(data) < _APART_BYTES:
             self._crc = zlib.crc32(data, self._crc)
             self._file.write(data)
@@ -112,31 +117,31 @@ class PointFile:
             self._file.write(data)
             self._crc = crc.result()
         self._num_bytes += len(data)
-        if self._num_bytes - self._num_sent >= _WRITEBACK_BYTES:
+        if self._num_bytes - self._num_flushed >= _WRITEBACK_BYTES:
             self._start_writeback()
         return len(data)
 
     def _start_writeback(self) -> None:
         # Linux begins to write pages that are not needed, so that the disk works beside us, not after us.
         self._file.flush()
-        count, start = self._num_bytes - self._num_sent, HEADER_BYTES + self._num_sent
+        count, start = self._num_bytes - self._num_flushed, HEADER_BYTES + self._num_flushed
         os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
-        self._num_sent = self._num_bytes
+        self._num_flushed = self._num_bytes
 
     def finish(self) -> FileRecord:
-        """Write what follows the rows and the header, and give the file its name."""
+        """Write the scales behind the rows and the header before them, sync, and give the file its name."""
         tensors = {"rows": self._entry(_FILE_DTYPES[self._dtype], [self._num_rows, self._width], 0)}
         if self._dtype == "int8":
-            end, padding = self._num_bytes, -self._num_bytes % _ALIGNMENT
+            start, padding = self._num_bytes, -self._num_bytes % _ALIGNMENT
             if padding:
                 self._write_bytes(bytes(padding))
-                tensors["padding"] = self._entry("U8", [padding], end)
-            end = self._num_bytes
+                tensors["padding"] = self._entry("U8", [padding], start)
+            start = self._num_bytes
             self._write_bytes(b"".join(self._scales))
-            tensors["scales"] = self._entry("F32", [self._num_rows], end)
+            tensors["scales"] = self._entry("F32", [self._num_rows], start)
         text = json.dumps(tensors, separators=(",", ":")).encode()
-        size = HEADER_BYTES - 8
-        header = size.to_bytes(8, "little") + text.ljust(size)
+        header_text_bytes = HEADER_BYTES - _LENGTH_BYTES
+        header = header_text_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(header_text_bytes)
         self._file.seek(0)
         self._file.write(header)
         self._file.flush()
@@ -155,7 +160,7 @@ class PointFile:
 
 
 def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 rows as int8 with their scales; a row with NaN or infinity has such a scale."""
+    """Return float32 rows as int8, and each row's scale; a row with NaN or infinity has such a scale."""
     if not rows.numel():
         return rows.to(torch.int8), torch.zeros(len(rows))
     scales = rows.abs().amax(1) / _MAX_INT8  # three times as fast as aminmax
@@ -211,10 +216,11 @@ class ShardWriter:
         return with_index(record, data)
 
     def _index(self, record: ShardRecord) -> bytes:
+        """Return the Parquet file of the index, whose metadata has the shard's record for ``record_of``."""
         types = {"prompt": pa.int64(), "position": pa.int32(), "token": pa.int32()}
         columns = {
-            name: pa.array(np.concatenate(parts) if parts else np.zeros(0), types.get(name, pa.float32()))
-            for name, parts in self._columns.items()
+            name: pa.array(np.concatenate(arrays) if arrays else np.zeros(0), types.get(name, pa.float32()))
+            for name, arrays in self._columns.items()
         }
         table = pa.table(columns).replace_schema_metadata({_RECORD: msgspec.json.encode(record)})
         data = io.BytesIO()
@@ -228,8 +234,9 @@ class ShardWriter:
 
 
 def with_index(record: ShardRecord, index: bytes) -> ShardRecord:
-    own = FileRecord(len(index), f"{zlib.crc32(index):08x}")
-    return msgspec.structs.replace(record, files={**record.files, INDEX: own})
+    """Return a record with the index, which cannot have its own checksum in its metadata."""
+    index_file = FileRecord(len(index), f"{zlib.crc32(index):08x}")
+    return msgspec.structs.replace(record, files={**record.files, INDEX: index_file})
 
 
 def record_of(index: bytes) -> ShardRecord | None:
@@ -242,15 +249,18 @@ def record_of(index: bytes) -> ShardRecord | None:
     return with_index(record, index)
 
 
-def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC-32 of two parts after each other, as zlib's function of this name."""
+def crc32_combine(first_crc: int, second_crc: int, second_bytes: int) -> int:
+    """Return the CRC-32 of two parts after each other from the CRC of each, as zlib's function does.
+
+    The first CRC is advanced over ``second_bytes`` zero bytes, by powers of the matrix that appends one.
+    """
     power, operator = second_bytes, _advance_by_byte()
     while power:
         if power & 1:
-            first = _applied(operator, first)
+            first_crc = _applied(operator, first_crc)
         operator = [_applied(operator, column) for column in operator]
         power >>= 1
-    return first ^ second
+    return first_crc ^ second_crc
 
 
 def _advance_by_byte() -> list[int]:
@@ -264,9 +274,10 @@ def _advance_by_byte() -> list[int]:
     return columns
 
 
-def _applied(operator: Sequence[int], vector: int) -> int:
+def _applied(matrix: Sequence[int], vector: int) -> int:
+    """Multiply a matrix over GF(2) with a vector; both have bits of integers as their numbers."""
     total = 0
-    for column in operator:
+    for column in matrix:
         if not vector:
             break
         if vector & 1:

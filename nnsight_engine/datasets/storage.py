@@ -72,6 +72,7 @@ def writing(place: str) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
+    """Make the names of files in a folder durable, which syncing the files does not."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -154,6 +155,7 @@ class RemoteStorage(Storage):
     """Holds one shard in the spool at a time."""
 
     def __init__(self, filesystem: Any, path: str, place: str, spool: Path | None, retries: Retries) -> None:
+        """Choose the spool by a hash of the place; setting ``stopped`` ends the pauses between retries."""
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
         spools = Path(spool) if spool else Path(platformdirs.user_cache_dir("nnsight-engine")) / "spool"
         self.folder = spools / digest
@@ -177,6 +179,7 @@ class RemoteStorage(Storage):
         self._retried(lambda: self._filesystem.pipe_file(f"{self._path}/{name}", data))
 
     def publish(self, shard: int) -> None:
+        """Upload a shard from the spool, the index last, as it says that the shard is complete."""
         folder = self.folder / shard_name(shard)
         files = sorted(path for path in folder.iterdir() if path.name != INDEX)
         for path in [*files, folder / INDEX]:
@@ -194,15 +197,16 @@ class RemoteStorage(Storage):
             shutil.rmtree(self.folder)
 
     def _retried(self, call: Callable[[], Result]) -> Result:
+        """Return what ``call`` does, after retries; a full or a refusing place is not asked again."""
         pause = self._retries.first_pause_s
         for attempt in range(1, self._retries.attempts + 1):
             try:
                 return call()
             except Exception as error:  # a filesystem's client has errors of its own
-                found = sink_error(error, self.place)
-                is_final = isinstance(found, SinkFullError | SinkRefusedError)
+                failure = sink_error(error, self.place)
+                is_final = isinstance(failure, SinkFullError | SinkRefusedError)
                 if is_final or attempt == self._retries.attempts or self.stopped.wait(pause):
-                    raise found from error
+                    raise failure from error
                 pause = min(2 * pause, self._retries.max_pause_s)
         raise AssertionError
 

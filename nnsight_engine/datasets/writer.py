@@ -145,13 +145,14 @@ class DatasetWriter:
         self._thread.start()
 
     def _start_manifest(self, manifest: Manifest) -> Manifest:
-        found = self._storage.read(MANIFEST)
-        if found is None:
+        """Return the manifest at the place, which must have our settings; write ours if there is none."""
+        data = self._storage.read(MANIFEST)
+        if data is None:
             self._storage.write(MANIFEST, manifest.encode())
             return manifest
-        there = Manifest.decode(found, self._storage.place)
-        manifest.check_resumes(there, self._storage.place)
-        return there
+        stored = Manifest.decode(data, self._storage.place)
+        manifest.check_resumes(stored, self._storage.place)
+        return stored
 
     @property
     def is_complete(self) -> bool:
@@ -196,6 +197,10 @@ class DatasetWriter:
         self._enqueue(prompt, 0)
 
     def _enqueue(self, item: ShardPlan | PromptRows | int, num_bytes: int) -> None:
+        """Queue a shard's announcement, a prompt's rows, or the number of a prompt that is dropped.
+
+        With the policy ``drop``, rows beyond the limit become such a number. After a failure all is ignored.
+        """
         with self._changed:
             if self._progress.failure is not None or self._is_closing:
                 return
@@ -207,7 +212,7 @@ class DatasetWriter:
             self._changed.notify_all()
 
     def wait_for_room(self, timeout_s: float | None = None) -> bool:
-        """Wait until less than ``pending_limit_bytes`` are pending, or the writer has failed."""
+        """Wait for less than ``pending_limit_bytes`` to be pending, or a failure; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: (
@@ -256,10 +261,11 @@ class DatasetWriter:
     # By the writer's thread.
 
     def _run(self) -> None:
+        """Write queued items in order, on the thread, until ``close`` is called or something fails."""
         try:
             while (item := self._next()) is not None:
                 self._take(item)
-                # What was taken is written, or lets go of; the loop's name must not keep it.
+                # While the loop waits for the next item, its variable must not keep the rows of this one.
                 del item
             if not self._is_abandoned:
                 self._complete()
@@ -270,6 +276,7 @@ class DatasetWriter:
             self._storage.close()
 
     def _next(self) -> ShardPlan | PromptRows | int | None:
+        """Wait for an item and take it; None once the thread has to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closing or self._progress.failure)
             if self._is_abandoned or not self._queue or self._progress.failure is not None:
@@ -277,21 +284,26 @@ class DatasetWriter:
             return self._queue.popleft()
 
     def _take(self, item: ShardPlan | PromptRows | int) -> None:
+        """Write what can be written with this item; a prompt that was handed over before is ignored."""
         if isinstance(item, ShardPlan):
             self._shards.announce(item)
             return
         if self._shards.has(_number(item)):
             self._done(-_num_bytes(item))
             return
-        for done, num_written in self._shards.take(item):
-            if isinstance(done, PromptRows):
+        for finished, num_written in self._shards.take(item):
+            if isinstance(finished, PromptRows):
                 self._done(
-                    -done.num_bytes, num_prompts=1, num_rows=len(done.positions), num_bytes=num_written
+                    -finished.num_bytes,
+                    num_prompts=1,
+                    num_rows=len(finished.positions),
+                    num_bytes=num_written,
                 )
             else:
                 self._done(0, num_prompts=1, num_dropped=1)
 
     def _done(self, pending_bytes: int, **changes: int) -> None:
+        """Change the pending bytes and other fields of the progress; wake a driver that waits for room."""
         with self._changed:
             self._add(pending_bytes=pending_bytes, **changes)
             self._changed.notify_all()
@@ -300,12 +312,14 @@ class DatasetWriter:
         return ShardWriter(self._storage.new_shard(shard.number), self._manifest.rows)
 
     def _finished(self, record: ShardRecord) -> None:
+        """Bring a complete shard to its place, and count it."""
         self._storage.publish(record.number)
         with self._changed:
             self._records[record.number] = record
             self._add(num_shards=1)
 
     def _complete(self) -> None:
+        """Write the manifest of the complete dataset, unless an earlier run has."""
         if self.is_complete:
             return
         if self._shards.is_unfinished:
@@ -326,6 +340,7 @@ class DatasetWriter:
         self._manifest = manifest
 
     def _count(self, record: ShardRecord) -> None:
+        """Count a shard of an earlier run in the progress, as if this run had written its rows."""
         if record.number in self._records:
             return
         self._records[record.number] = record
@@ -338,12 +353,14 @@ class DatasetWriter:
         )
 
     def _add(self, **changes: int) -> None:
-        own = self._progress
+        """Add to fields of the progress, with ``_changed`` held; readers see one object or the next."""
+        progress = self._progress
         self._progress = dataclasses.replace(
-            own, **{name: getattr(own, name) + change for name, change in changes.items()}
+            progress, **{name: getattr(progress, name) + change for name, change in changes.items()}
         )
 
     def _fail(self, error: Exception) -> None:
+        """Keep the first failure for the driver to see, as a DatasetError, and give up what is queued."""
         if isinstance(error, DatasetError):
             failure: DatasetError = error
         elif isinstance(error, OSError):
@@ -367,11 +384,12 @@ def _num_bytes(item: PromptRows | int) -> int:
 
 
 class _ShardsInOrder:
-    """Puts prompts into order and writes them into the shards that they belong to."""
+    """Puts prompts into order and writes them into their shards; an ``int`` is a dropped prompt's number."""
 
     def __init__(
         self, begin: Callable[[ShardPlan], ShardWriter], finished: Callable[[ShardRecord], None]
     ) -> None:
+        """``begin`` opens a shard's files, and ``finished`` gets the record of a complete shard."""
         self._begin = begin
         self._finished = finished
         self._announced: collections.deque[ShardPlan] = collections.deque()
@@ -404,6 +422,7 @@ class _ShardsInOrder:
             self._finish_at_end()
 
     def _write(self, item: PromptRows | int) -> tuple[PromptRows | int, int]:
+        """Write the next prompt in order; return it with the bytes written, 0 if it is dropped."""
         if self._writer is None:
             self._writer = self._begin(self._announced[0])
         self._next_prompt += 1
@@ -413,6 +432,7 @@ class _ShardsInOrder:
         return item, 0
 
     def _finish_at_end(self) -> None:
+        """Complete the first announced shard if its last prompt has been written."""
         shard, writer = self._announced[0], self._writer
         if self._next_prompt < shard.end or writer is None:
             return

@@ -27,12 +27,14 @@ class Encoder:
     """Prompts to tokens, as the model's own inputs are."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None, longest: int | None) -> None:
+        """Cut prompts to ``max_tokens``; refuse those of more than ``longest``, the model's limit."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._longest = longest
         self._numbers = itertools.count(1)
 
     def __call__(self, prompt: Prompt) -> Tokens:
+        """Return a prompt's tokens; raise SettingsError if the model does not take as many."""
         tokens = np.asarray(self._ids(prompt)[: self._max_tokens], np.int32)
         number = next(self._numbers)
         if self._longest is not None and len(tokens) > self._longest:
@@ -70,14 +72,14 @@ def unknown_point(name: str) -> SettingsError:
 
 
 def by_ids(where: Where, tokenizer: Any) -> Where:
-    """Return a where-clause whose tokens are ids."""
+    """Return a where-clause with the ids of the tokens that it names by their texts."""
     texts = TokenTexts(tokenizer)
 
     def ids(clause: WhereClause) -> list[int | str] | None:
         if clause.tokens is None:
             return None
         try:
-            return [texts.token(one) if isinstance(one, str) else one for one in clause.tokens]
+            return [texts.token(token) if isinstance(token, str) else token for token in clause.tokens]
         except NoSuchTokenError as error:
             raise SettingsError(f"`where.tokens`: {error}") from error
 

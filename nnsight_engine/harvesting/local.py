@@ -49,6 +49,7 @@ from nnsight_engine.serialization import encode_trace
 
 
 def harvest_local(model: LanguageModel, request: HarvestRequest) -> ActivationDataset:
+    """Write a local model's dataset, or what is missing of it: a trace in this process for each pack."""
     if request.interventions is not None:
         raise SettingsError(
             "a local model takes no `interventions`: change it with `with model.edit(inplace=True):`, whose "
@@ -96,15 +97,16 @@ def harvest_local(model: LanguageModel, request: HarvestRequest) -> ActivationDa
 
 
 def _run_shard(shard: PlannedShard, steps: _Steps, writer: DatasetWriter, display: Display) -> None:
+    """Run a shard's packs and hand their rows to the writer's thread."""
     writer.begin(shard)
-    number = shard.first_prompt
+    first_prompt = shard.first_prompt
     for pack in shard.packs:
         if writer.policy == "slow":
             writer.wait_for_room()
         _raise_failure(writer)
-        for rows in steps.run(number, pack):
+        for rows in steps.run(first_prompt, pack):
             writer.put(rows)
-        number += len(pack)
+        first_prompt += len(pack)
         display.show(writer.progress())
 
 
@@ -121,49 +123,65 @@ class _Steps:
         self._model = model
         self._points = points
         self._selection = selection
-        self._is_left = model.tokenizer.padding_side == "left"
+        self._pads_left = model.tokenizer.padding_side == "left"
 
-    def run(self, first: int, pack: list[Tokens]) -> Iterator[PromptRows]:
-        chosen = [self._selection.positions(first + one, tokens) for one, tokens in enumerate(pack)]
-        values = self._values(pack, chosen)
+    def run(self, first_prompt: int, pack: list[Tokens]) -> Iterator[PromptRows]:
+        """Yield the rows of a pack's prompts, whose numbers follow each other from ``first_prompt``."""
+        positions_of_prompts = [
+            self._selection.positions(first_prompt + index, tokens) for index, tokens in enumerate(pack)
+        ]
+        values = self._values(pack, positions_of_prompts)
         end = 0
-        for one, (tokens, positions) in enumerate(zip(pack, chosen, strict=True)):
+        for index, (tokens, positions) in enumerate(zip(pack, positions_of_prompts, strict=True)):
             start, end = end, end + len(positions)
-            own = {name: value[start:end] for name, value in values.items()}
+            prompt_values = {name: value[start:end] for name, value in values.items()}
             if self._selection.is_mean and len(positions):
-                own = {name: value.float().mean(0, keepdim=True) for name, value in own.items()}
-            yield PromptRows(first + one, *self._selection.index(positions, tokens), own)
+                prompt_values = {
+                    name: value.float().mean(0, keepdim=True) for name, value in prompt_values.items()
+                }
+            yield PromptRows(first_prompt + index, *self._selection.index(positions, tokens), prompt_values)
 
-    def _values(self, pack: list[Tokens], chosen: list[Tokens]) -> dict[str, torch.Tensor]:
-        """Return the chosen rows of all prompts, after each other, ``[rows, width]`` by point."""
-        if not any(map(len, chosen)):
+    def _values(self, pack: list[Tokens], positions_of_prompts: list[Tokens]) -> dict[str, torch.Tensor]:
+        """Return the rows of all prompts at these positions, after each other, ``[rows, width]`` by point."""
+        if not any(map(len, positions_of_prompts)):
             return {point.name: torch.zeros(0, point.width) for point in self._points}
-        given = [(tokens, positions) for tokens, positions in zip(pack, chosen, strict=True) if len(tokens)]
-        longest = max(len(tokens) for tokens, _ in given)
-        rows = torch.from_numpy(np.repeat(np.arange(len(given)), [len(positions) for _, positions in given]))
+        nonempty = [
+            (tokens, positions)
+            for tokens, positions in zip(pack, positions_of_prompts, strict=True)
+            if len(tokens)
+        ]
+        longest = max(len(tokens) for tokens, _ in nonempty)
+        prompt_indexes = torch.from_numpy(
+            np.repeat(np.arange(len(nonempty)), [len(positions) for _, positions in nonempty])
+        )
         columns = torch.from_numpy(
             np.concatenate(
-                [positions + (longest - len(tokens) if self._is_left else 0) for tokens, positions in given]
+                [
+                    positions + (longest - len(tokens) if self._pads_left else 0)
+                    for tokens, positions in nonempty
+                ]
             )
         )
         names, widths = [point.name for point in self._points], [point.width for point in self._points]
         values: dict[str, torch.Tensor] = {}
         model = self._model
-        with torch.no_grad(), model.trace([tokens.tolist() for tokens, _ in given]) as tracer:
+        with torch.no_grad(), model.trace([tokens.tolist() for tokens, _ in nonempty]) as tracer:
             for name, width in zip(names, widths, strict=True):
                 value = model.points[name]
-                values[name] = value[rows.to(value.device), columns.to(value.device)].reshape(-1, width)
+                values[name] = value[prompt_indexes.to(value.device), columns.to(value.device)].reshape(
+                    -1, width
+                )
             tracer.stop()
         return values
 
 
-def _points(model: LanguageModel, wanted: Any) -> list[Point]:
-    """Return the points in the order in which the model computes them."""
+def _points(model: LanguageModel, patterns: Any) -> list[Point]:
+    """Return the points in the order in which the model computes them; each has a row for each token."""
     shapes = model.points()
     num_layers = 1 + max(
         (int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1
     )
-    names = set(names_of(wanted, num_layers))
+    names = set(names_of(patterns, num_layers))
     for name in sorted(names):
         shape = shapes.get(name)
         encoder = ENCODER_BLOCK.partition(".")[0]
@@ -180,6 +198,7 @@ def _identity(model: LanguageModel) -> ModelIdentity:
 
 
 def _edits(model: LanguageModel) -> Interventions:
+    """Return the model's inplace edits with a hash over their blocks, encoded as a trace is for a server."""
     edits = model._default_mediators  # noqa: SLF001 - an envoy of ours
     if not edits:
         return Interventions()

@@ -47,8 +47,8 @@ class HarvestRequest:
 
     @property
     def plan(self) -> PlanSettings:
-        given = {name: self.options[name] for name in _PLAN if name in self.options}  # type: ignore[literal-required] # the names are those of both
-        return PlanSettings(**given)
+        limits = {name: self.options[name] for name in _PLAN if name in self.options}  # type: ignore[literal-required] # the names are those of both
+        return PlanSettings(**limits)
 
     @property
     def writer(self) -> WriterOptions:
@@ -86,6 +86,7 @@ def request_of(
     interventions: Any,
     options: HarvestOptions,
 ) -> HarvestRequest:
+    """Return the request of a call of ``harvest``; raise SettingsError, or TypeError for unknown options."""
     unknown = options.keys() - HarvestOptions.__annotations__.keys()
     if unknown:
         raise TypeError(

@@ -33,6 +33,7 @@ def encode_blocks(
     saved: Collection[int] = (),
     limits: MessageLimits = DEFAULT_LIMITS,
 ) -> bytes:
+    """Return blocks in a codec's form; the arguments are those of ``encode_trace``."""
     encode = encode_trace_pickled if codec == "cloudpickle" else encode_trace
     return encode(blocks, shared, reference=reference, saved=saved, limits=limits)
 

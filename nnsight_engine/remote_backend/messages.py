@@ -182,17 +182,17 @@ class TraceRequest:
             )
         if size > min(_MAX_HEAD_BYTES, len(view) - _START.size):
             raise DecodeError(f"the trace is broken: its head has {size:,} bytes, more than there are")
-        rest = view[_START.size + size :]
+        body = view[_START.size + size :]
         try:
             head = _head(view[_START.size : _START.size + size])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"the trace's head is broken: {error}") from error
-        if not head.parts or sum(head.parts) != len(rest):
+        if not head.parts or sum(head.parts) != len(body):
             raise DecodeError("the trace is broken: its parts have other sizes than its head says")
-        parts, at = [], 0
-        for part in head.parts:
-            parts.append(rest[at : at + part])
-            at += part
+        parts, offset = [], 0
+        for part_bytes in head.parts:
+            parts.append(body[offset : offset + part_bytes])
+            offset += part_bytes
         for edit in (edit for invoke in head.invokes for edit in invoke.edits):
             if not 0 < edit.part < len(parts):
                 raise DecodeError(f"the trace is broken: the edit {edit.name!r} is in none of its parts")

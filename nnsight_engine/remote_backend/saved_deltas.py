@@ -34,6 +34,7 @@ class DeltaReader:
     """
 
     def __init__(self, policy: Policy = DATA_ONLY, limits: MessageLimits = DEFAULT_LIMITS) -> None:
+        """Start without values; ``_known_names`` are those sent whole, whose lists can grow."""
         self._policy = policy
         self._limits = limits
         self._known_names: set[str] = set()
@@ -41,6 +42,7 @@ class DeltaReader:
         self.grown: dict[str, list[Any]] = {}
 
     def read(self, data: bytes) -> None:
+        """Merge a delta: ``whole`` values replace earlier ones, ``grown`` items extend their lists."""
         try:
             message = decode(data, policy=self._policy, limits=self._limits)
             whole = values_by_name(message["whole"])
@@ -150,6 +152,7 @@ class OutputReader:
         self._saves = SavesSoFar()
 
     def read(self, data: bytes | bytearray | memoryview) -> RemoteStreamedOutput:
+        """Return an output with all that its block has saved so far, its own deltas included."""
         message = decode(data)
         try:
             invoke = message["invoke"]

@@ -51,6 +51,7 @@ class Backpressure:
         self._shares.discard(share)
 
     def check(self) -> None:
+        """End the traces with the most unread bytes, until all have less than the limit together."""
         while self.num_bytes > self._max_bytes:
             max(self._shares, key=lambda share: share.num_bytes).drop(
                 SlowReaderError.over_all(self._max_bytes)

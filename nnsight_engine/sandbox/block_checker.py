@@ -68,17 +68,17 @@ def load_modules() -> None:
 
 def check_syntax(node: Any, filename: str) -> None:
     """Refuse a definition or ``Nested`` block that could not run: SandboxError names the first such line."""
-    first: tuple[tuple[int, int], str, str] | None = None
-    for part in _parts(node):
-        for syntax_node in ast.walk(part):
+    first_refusal: tuple[tuple[int, int], str, str] | None = None
+    for syntax_tree in _parts(node):
+        for syntax_node in ast.walk(syntax_tree):
             rule = _RULES.get(type(syntax_node))
-            for at, what, instead in rule(syntax_node) if rule is not None else ():
-                place = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
-                if first is None or place < first[0]:
-                    first = (place, what, instead)
-    if first is not None:
-        (line, _), what, instead = first
-        raise _refusal(what, f", at line {line} of {filename}", instead, line)
+            for refused_node, feature, instead in rule(syntax_node) if rule is not None else ():
+                position = (getattr(refused_node, "lineno", 0), getattr(refused_node, "col_offset", 0))
+                if first_refusal is None or position < first_refusal[0]:
+                    first_refusal = (position, feature, instead)
+    if first_refusal is not None:
+        (line, _), feature, instead = first_refusal
+        raise _refusal(feature, f", at line {line} of {filename}", instead, line)
 
 
 def _parts(node: Any) -> list[ast.AST]:
@@ -87,10 +87,11 @@ def _parts(node: Any) -> list[ast.AST]:
     return [*node.node.items[node.item + 1 :], *node.node.body]
 
 
-def _refusal(what: str, place: str = "", instead: str = "", line: int | None = None) -> SandboxError:
-    alternative = f"; {instead}" if instead else ""
+def _refusal(feature: str, location: str = "", instead: str = "", line: int | None = None) -> SandboxError:
+    advice = f"; {instead}" if instead else ""
     return SandboxError(
-        f"{what} is not part of the sandbox's Python{place}{alternative} (see docs/sandbox-language.md)", line
+        f"{feature} is not part of the sandbox's Python{location}{advice} (see docs/sandbox-language.md)",
+        line,
     )
 
 
@@ -105,6 +106,7 @@ def _import(node: ast.Import) -> _Refusals:
 
 
 def _import_from(node: ast.ImportFrom) -> _Refusals:
+    """Yield what is refused of an import, with an alternative."""
     if node.level or node.module is None:
         yield node, "an import by a relative name", "import by the full name, or send the function along"
         return

@@ -71,6 +71,7 @@ def _seal(descriptor: int) -> None:
 
 
 def _written(parts: Sequence[Part], half: memoryview) -> bytes:
+    """Return the bytes for the socket: a small message with its head, or the head of one put in ``half``."""
     num_bytes = sum(map(len, parts))
     if num_bytes <= _MAX_INLINE:
         return b"".join((_HEAD.pack(num_bytes, 0), *parts))
@@ -78,10 +79,10 @@ def _written(parts: Sequence[Part], half: memoryview) -> bytes:
         raise ValueError(
             f"a message of {num_bytes:,} bytes is larger than the {len(half):,} that one may have"
         )
-    at = 0
+    offset = 0
     for part in parts:
-        half[at : at + len(part)] = part
-        at += len(part)
+        half[offset : offset + len(part)] = part
+        offset += len(part)
     return _HEAD.pack(0, num_bytes)
 
 
@@ -91,7 +92,7 @@ class EngineSide:
         self._memory = memory
         self._out = memory.half(0)
         self._in = memory.half(1)
-        self._come = bytearray()
+        self._received = bytearray()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -126,23 +127,25 @@ class EngineSide:
         more = self._socket.recv(num_bytes)
         if not more:
             raise ConnectionResetError("the other side is gone")
-        self._come += more
+        self._received += more
 
     def _missing(self) -> int:
-        if len(self._come) < _HEAD.size:
-            return _HEAD.size - len(self._come)
-        return _HEAD.size + int(_HEAD.unpack_from(self._come)[0]) - len(self._come)
+        """Return how many bytes are still to be read from the socket, of the head or of the message."""
+        if len(self._received) < _HEAD.size:
+            return _HEAD.size - len(self._received)
+        return _HEAD.size + int(_HEAD.unpack_from(self._received)[0]) - len(self._received)
 
     def _complete_answer(self, max_bytes: int) -> bytes | None:
-        if len(self._come) < _HEAD.size:
+        """Take the answer, None until it is whole; SandboxEndedError if it is longer than it may be."""
+        if len(self._received) < _HEAD.size:
             return None
-        in_socket, in_memory = _HEAD.unpack_from(self._come)
+        in_socket, in_memory = _HEAD.unpack_from(self._received)
         if in_socket + in_memory > max_bytes or in_socket > _MAX_INLINE or in_memory > len(self._in):
             raise SandboxEndedError.broken("an answer was longer than any may be")
-        if not in_memory and len(self._come) < _HEAD.size + in_socket:
+        if not in_memory and len(self._received) < _HEAD.size + in_socket:
             return None
-        answer = bytes(self._in[:in_memory]) if in_memory else bytes(self._come[_HEAD.size :])
-        self._come.clear()
+        answer = bytes(self._in[:in_memory]) if in_memory else bytes(self._received[_HEAD.size :])
+        self._received.clear()
         return answer
 
     def _wait_until(self, deadline: float) -> None:

@@ -147,6 +147,7 @@ _SET_FILTER: Final = 1
 _ALL_THREADS: Final = 1
 _NO_NEW_PRIVILEGES: Final = 38
 _MAX_JUMP: Final = 255
+_LINE_BYTES: Final = 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -156,10 +157,10 @@ def forbid_new_privileges() -> None:
     check_call(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
 
 
-def check_call(result: int, what: str) -> None:
+def check_call(result: int, call_name: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call_name}: {os.strerror(number)}")
 
 
 def machine() -> SystemCallTable:
@@ -179,7 +180,9 @@ def install_filter() -> None:
     table = machine()
     program = _program(table)
     buffer = ctypes.create_string_buffer(program, len(program))
-    head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
+    head = ctypes.create_string_buffer(
+        struct.pack("@HP", len(program) // _LINE_BYTES, ctypes.addressof(buffer))
+    )
     forbid_new_privileges()
     result = _libc.syscall(
         ctypes.c_long(table.seccomp), ctypes.c_uint(_SET_FILTER), ctypes.c_uint(_ALL_THREADS), head
@@ -205,10 +208,10 @@ def _program(table: SystemCallTable) -> bytes:
         _line(_LOAD, k=_FOURTH_ARGUMENT_AT),
         _line(_JUMP_IF_ANY_BIT, count, count + 1, _MAP_SHARED),
     ]
-    for at, number in enumerate(table.allowed):
-        lines.append(_line(_JUMP_IF_EQUAL, count - at, 0, number))
-    for at, number in enumerate(table.absent, len(table.allowed)):
-        lines.append(_line(_JUMP_IF_EQUAL, count - at + 1, 0, number))
+    for index, number in enumerate(table.allowed):
+        lines.append(_line(_JUMP_IF_EQUAL, count - index, 0, number))
+    for index, number in enumerate(table.absent, len(table.allowed)):
+        lines.append(_line(_JUMP_IF_EQUAL, count - index + 1, 0, number))
     lines += [
         _line(_RETURN, k=_FAIL | errno.EPERM),
         _line(_RETURN, k=_ALLOW),
@@ -229,6 +232,7 @@ _NEW_MOUNTS: Final = 0x00020000
 _NEW_NAMES: Final = 0x04000000
 _DIE_WITH_PARENT: Final = 1
 _NOT_DUMPABLE: Final = 4
+_MAX_DESCRIPTORS: Final = 2**20
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 _YIELDS: Final = 10
@@ -261,6 +265,7 @@ def isolate(folder: str) -> list[str]:
 
 
 def _leave_namespaces() -> list[str]:
+    """Enter new namespaces, as many as the kernel allows, and return the names of the others."""
     check_call(_libc.prctl(_NOT_DUMPABLE, 0, 0, 0, 0), "prctl")
     if _libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC | _NEW_MOUNTS | _NEW_NAMES) == 0:
         return []
@@ -270,6 +275,7 @@ def _leave_namespaces() -> list[str]:
 
 
 def _drop_user() -> None:
+    """Become the user nobody, if this process is root's."""
     if os.geteuid() == 0:
         # The limit holds for all processes of the new user, those of other engines too.
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -303,21 +309,22 @@ def die_with_parent() -> None:
 
 def keep_only(descriptors: set[int]) -> None:
     """Close all descriptors but these; point the standard ones to ``/dev/null``."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    null_device = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
-        os.dup2(nowhere, standard)
-    last = -1
-    for kept in [*sorted(descriptors | {0, 1, 2}), 1 << 20]:
-        if kept > last + 1:  # closerange with an empty range would close all descriptors
-            os.closerange(last + 1, kept)
-        last = kept
+        os.dup2(null_device, standard)
+    previous = -1
+    for descriptor in [*sorted(descriptors | {0, 1, 2}), _MAX_DESCRIPTORS]:
+        if descriptor > previous + 1:  # closerange with an empty range would close all descriptors
+            os.closerange(previous + 1, descriptor)
+        previous = descriptor
 
 
 def confine(share: ProcessLimits) -> None:
-    total, _, _, _, _, data, _ = map(int, Path("/proc/self/statm").read_text().split())
+    """Limit memory to what this process has and its share more, then all else, and filter system calls."""
+    num_pages, _, _, _, _, num_data_pages, _ = map(int, Path("/proc/self/statm").read_text().split())
     limits = {
-        resource.RLIMIT_AS: total * _PAGE_BYTES + share.memory_bytes,
-        resource.RLIMIT_DATA: data * _PAGE_BYTES + share.memory_bytes,
+        resource.RLIMIT_AS: num_pages * _PAGE_BYTES + share.memory_bytes,
+        resource.RLIMIT_DATA: num_data_pages * _PAGE_BYTES + share.memory_bytes,
         resource.RLIMIT_CPU: share.cpu_s,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,

@@ -68,6 +68,7 @@ class Sandbox:
         return self._num_bytes() - self._first_bytes
 
     def _num_bytes(self) -> int:
+        """Return the memory that the process alone holds now; raises OSError if it is gone."""
         lines = Path(f"/proc/{self._running()}/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
         return sum(int(fields[name].removesuffix("kB")) * 1024 for name in _HELD if name in fields)
@@ -93,6 +94,7 @@ class Sandbox:
         signal.pidfd_send_signal(self._handle, number)
 
     def end(self) -> None:
+        """Kill the process and free what it held here; later calls do nothing."""
         if not self.process:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -109,12 +111,13 @@ class _Zygote:
     def __init__(
         self, command: Sequence[str], setup: bytes, half_bytes: int, *, needs_namespaces: bool
     ) -> None:
+        """Start the process and wait until it has loaded everything; SandboxUnavailableError if it fails."""
         self._half_bytes = half_bytes
         self._lock = threading.Lock()
-        self._num_due = 0
+        self._num_forks_due = 0
         self._killed: deque[int] = deque()
         _remove_abandoned()
-        self._folder, self._held = _claim_folder()
+        self._folder, self._folder_lock = _claim_folder()
         ours, theirs = socket.socketpair()
         self._orders = ours
         environment = {
@@ -171,7 +174,7 @@ class _Zygote:
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, files)
                 with self._lock:
                     self._orders.sendmsg([ORDER.pack(FORK, self._half_bytes)], [rights])
-                    self._num_due += 1
+                    self._num_forks_due += 1
                     process = self._next_number()
                     handle = self._handle_of(process)
                 undo.callback(os.close, handle)
@@ -199,6 +202,7 @@ class _Zygote:
         self._send_killed()
 
     def _send_killed(self) -> None:
+        """Have killed processes reaped, unless a thread is forking, which does it when that has ended."""
         while self._killed and self._lock.acquire(blocking=False):
             try:
                 with contextlib.suppress(OSError):
@@ -210,8 +214,8 @@ class _Zygote:
         """Return the process of the last order; kill those that came too late for an earlier order."""
         while True:
             process = self._number()
-            self._num_due -= 1
-            if not self._num_due:
+            self._num_forks_due -= 1
+            if not self._num_forks_due:
                 return process
             with contextlib.suppress(OSError):
                 handle = self._handle_of(process)
@@ -244,18 +248,19 @@ class _Zygote:
 
     def _release_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._held)
+        os.close(self._folder_lock)
 
 
 def _claim_folder() -> tuple[str, int]:
+    """Create a folder and lock it, so that no other engine removes it; return its descriptor, too."""
     while True:
         folder = tempfile.mkdtemp(prefix=_FOLDER)
         with contextlib.suppress(FileNotFoundError):
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(held, fcntl.LOCK_EX)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             if Path(folder).exists():
-                return folder, held
-            os.close(held)
+                return folder, descriptor
+            os.close(descriptor)
         # Another engine has removed it as abandoned, between its creation and the lock.
 
 
@@ -298,6 +303,7 @@ class ForkServer:
         *,
         needs_namespaces: bool = False,
     ) -> None:
+        """Start nothing yet; ``_num_ready`` becomes an ``eventfd``, which counts the spare processes."""
         self._command = command
         self._setup = setup
         self._half_bytes = half_bytes
@@ -355,6 +361,7 @@ class ForkServer:
             os.eventfd_write(self._num_ready, 1)
 
     def _keep(self) -> None:
+        """Keep spare processes ready, on the pool's thread; a zygote that fails is replaced."""
         while not self._closed:
             try:
                 if self._zygote is None:
@@ -389,6 +396,7 @@ class ForkServer:
             self._zygote.close()
 
     def close(self) -> None:
+        """End all unused processes and the zygote, on the pool's thread."""
         self._closed = True
         self._fork_wanted.set()
         if self._keeper is not None:

@@ -62,6 +62,7 @@ def fork_children(
 
 
 def _order(orders: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next order and its descriptors; no bytes once the engine has closed the connection."""
     descriptors = array.array("i")
     data, ancillary, _, _ = orders.recvmsg(ORDER.size, socket.CMSG_SPACE(2 * descriptors.itemsize))
     for _, _, content in ancillary:

@@ -68,6 +68,7 @@ _BLOCKS: Final[CodeCache[Block]] = CodeCache(256)
 
 
 def _write_block(encoder: Encoder, value: SentBlock) -> Written:
+    """Write a block: namespace, source, item and first argument, names and cells of variables, globals."""
     block, globals_ = value.info.block, value.info.globals_
     source = block_source(block)
     cells = value.variables(source.variables)
@@ -88,6 +89,7 @@ def block_source(block: Block) -> BlockSource:
 
 
 def _source_of(block: Block) -> BlockSource:
+    """Return what of a block depends on its code alone, without the names that compiling it has added."""
     fragment, item = _statement_of(block)
     return BlockSource(
         fragment=tuple(fragment),
@@ -99,19 +101,21 @@ def _source_of(block: Block) -> BlockSource:
 
 
 def _statement_of(block: Block) -> tuple[SourceFragment, int]:
+    """Return the text of a block's whole statement, and the index of the block's ``with`` item in it."""
     node, source, context = block.origin.node, block.source, block.context
     text = "".join(source.lines[node.lineno - 1 : node.end_lineno])
     fragment = SourceFragment(
         filename=sent_name(source.filename), text=text, line=node.lineno, column=WHOLE_LINES,
         name=context.name, qualname=context.name, class_name=context.class_name, flags=context.flags,
     )  # fmt: skip
-    whole = statement_at(text, node.lineno, source.filename)
+    statement = statement_at(text, node.lineno, source.filename)
     # A block in `with A, B:` may hold the statement without its first items.
-    num_before = len(whole.items) - len(node.items) if isinstance(whole, ast.With) else 0
+    num_before = len(statement.items) - len(node.items) if isinstance(statement, ast.With) else 0
     return fragment, num_before + block.origin.item
 
 
 def _make_block(decoder: Decoder, parts: list[Any]) -> Info:
+    """Compile a received block from the parts of ``_write_block``; ``_fill_block`` binds its globals."""
     module, fields, (item, first_argument), names, cells = parts
     if type(item) is not int or not isinstance(first_argument, str | None):
         raise DecodeError("the message is broken: a block is not that of a `with` statement")

@@ -52,6 +52,7 @@ def _write_int(_encoder: Encoder, value: int) -> Written:
 
 
 def _make_big_int(decoder: Decoder, data: bytes) -> int:
+    """Return an integer, and record that hashing it takes the longer the larger it is."""
     decoder.work[decoder.index] = 1 + len(data) // 8
     return int.from_bytes(data, "little", signed=True)
 
@@ -88,8 +89,10 @@ _CHECKED_FROM: Final = 64
 
 
 def write_items(kind: NodeKind, step: str) -> Writer:
+    """Return a writer of sequences; errors show ``step`` with an item's index."""
+
     def write(encoder: Encoder, value: Any) -> Written:
-        return kind, [encoder.node(item, step, at) for at, item in enumerate(value)]
+        return kind, [encoder.node(item, step, index) for index, item in enumerate(value)]
 
     return write
 
@@ -178,9 +181,10 @@ def unsendable(tensor: torch.Tensor) -> str | None:
 
 
 def _write_tensor(encoder: Encoder, value: torch.Tensor) -> Written:
-    why = unsendable(value)
-    if why is not None:
-        raise Unsendable(why)
+    """Write a tensor: its segment's name, type, shape, device, role, and last its gradient or None."""
+    reason = unsendable(value)
+    if reason is not None:
+        raise Unsendable(reason)
     num_bytes = 0 if value.is_meta else value.numel() * value.element_size()
     name = encoder.add_tensor(num_bytes, lambda: _segment_of(value))
     gradient = value.grad if value.is_leaf else None
@@ -200,10 +204,11 @@ def _segment_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _make_tensor(decoder: Decoder, parts: list[Any]) -> torch.Tensor:
+    """Return a tensor, parameter or buffer on the decoder's device; a meta tensor remains one."""
     name, dtype, shape, device, requires_grad, role = parts
     segment = _sent_segment(decoder, name, shape)
-    where = torch.device("meta") if device.type == "meta" else decoder.device
-    tensor = _tensor_of(segment, dtype, shape, where)
+    target = torch.device("meta") if device.type == "meta" else decoder.device
+    tensor = _tensor_of(segment, dtype, shape, target)
     if role == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     if role in {"buffer", "passing buffer"}:
@@ -212,6 +217,7 @@ def _make_tensor(decoder: Decoder, parts: list[Any]) -> torch.Tensor:
 
 
 def _sent_segment(decoder: Decoder, name: str | None, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Check a shape, and return the segment of this name; None for a tensor without values."""
     if len(shape) > _MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**62 for size in shape):
         raise DecodeError("a tensor has an impossible shape")
     return None if name is None else decoder.table.tensors[typed(name, str)]
@@ -220,6 +226,7 @@ def _sent_segment(decoder: Decoder, name: str | None, shape: tuple[int, ...]) ->
 def _tensor_of(
     segment: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
+    """Return a tensor with a segment's bytes; without a segment an empty one or one on the meta device."""
     if segment is None:
         if device.type != "meta" and 0 not in shape:
             raise DecodeError(f"a tensor of shape {shape} has no values")
@@ -234,6 +241,7 @@ def _tensor_of(
 
 
 def _fill_tensor(decoder: Decoder, value: torch.Tensor, parts: list[Any]) -> None:
+    """Set a tensor's gradient, if it was sent with one."""
     (gradient,) = parts
     if gradient is None:
         return
@@ -245,6 +253,7 @@ def _fill_tensor(decoder: Decoder, value: torch.Tensor, parts: list[Any]) -> Non
 
 
 def _write_array(encoder: Encoder, value: np.ndarray[Any, Any] | np.generic) -> Written:
+    """Write an array or a numpy scalar: the name of the segment with its bytes, its type and shape."""
     array, is_scalar = np.asarray(value), isinstance(value, np.generic)
     if array.dtype.kind not in _ARRAY_KINDS or array.dtype.hasobject:
         raise Unsendable(
@@ -265,6 +274,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def _make_array(decoder: Decoder, parts: list[Any]) -> Any:
+    """Return an array or a numpy scalar, after its bytes were compared with its shape and type."""
     name, dtype, shape = parts
     segment = _sent_segment(decoder, name, shape)
     if not _ARRAY_DTYPE.fullmatch(dtype):
@@ -288,6 +298,8 @@ def _write_constant(_encoder: Encoder, value: Any) -> Written:
 
 
 def _scalar(number: NodeKind, kind: type, write: Callable[[Any], Any] | None = None, **more: Any) -> Kind:
+    """Return the kind of objects that are one scalar in a message; ``write`` turns an object into it."""
+
     def written(_encoder: Encoder, value: Any) -> Written:
         return number, value if write is None else write(value)
 
@@ -305,7 +317,10 @@ def _nested(number: NodeKind, kind: type, write: Writer, make: Maker, **more: An
 _ITEM: Final = "item [{}]"
 _ARRAY_PARTS: Final = (object, str, tuple)
 DATA_KINDS: Final = (
-    *(Kind(number, (type(one),), _write_constant, ready=one) for one, number in _CONSTANTS.items()),
+    *(
+        Kind(number, (type(constant),), _write_constant, ready=constant)
+        for constant, number in _CONSTANTS.items()
+    ),
     Kind(NodeKind.INT, (int,), _write_int, ready=SCALAR),
     Kind(NodeKind.BIG_INT, make=_make_big_int),
     _scalar(NodeKind.FLOAT, float, ready=SCALAR),
@@ -314,7 +329,7 @@ DATA_KINDS: Final = (
     Kind(NodeKind.ODD_STR, make=of_content(lambda data: data.decode("utf-8", "surrogatepass"))),
     _scalar(NodeKind.BYTES, bytes, ready=SCALAR),
     _scalar(NodeKind.BYTEARRAY, bytearray, bytes, make=of_content(bytearray)),
-    _scalar(NodeKind.DTYPE, torch.dtype, lambda one: str(one).removeprefix("torch."), make=_make_dtype),
+    _scalar(NodeKind.DTYPE, torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), make=_make_dtype),
     _scalar(NodeKind.DEVICE, torch.device, str, make=of_content(torch.device)),
     _filled(NodeKind.LIST, list, write_items(NodeKind.LIST, _ITEM), _fill_list),
     _filled(NodeKind.DICT, dict, write_pairs(_ITEM, repr), _fill_dict),

@@ -77,9 +77,9 @@ _SOURCES: Final[CodeCache[tuple[CodeType, _Source]]] = CodeCache(256)
 
 def _write_function(encoder: Encoder, value: FunctionType) -> Written:
     """Write a function by name, as a member of a class that is sent itself, or as source."""
-    named = write_name(value)
-    if named is not None:
-        return named
+    name_node = write_name(value)
+    if name_node is not None:
+        return name_node
     owner = _owner_of(value)
     if owner is not None:
         return _write_member(encoder, owner, value.__name__)
@@ -99,12 +99,13 @@ def _write_function(encoder: Encoder, value: FunctionType) -> Written:
 
 
 def _source_of(code: CodeType, globals_: dict[str, Any]) -> _Source:
+    """Return a function's text with the globals and names of the code that it compiles to."""
     try:
         fragment = fragment_of_function(code, globals_)
-        made = compile_function(fragment, code.co_freevars)
+        compiled = compile_function(fragment, code.co_freevars)
     except (NoSourceError, SyntaxError) as error:
         raise Unsendable(str(error)) from error
-    return _Source(fragment, tuple(global_names(made)), frozenset(mentioned_in(made)))
+    return _Source(fragment, tuple(global_names(compiled)), frozenset(mentioned_in(compiled)))
 
 
 def _owner_of(function: FunctionType) -> type | None:
@@ -129,9 +130,10 @@ def _make_function(decoder: Decoder, parts: list[Any]) -> FunctionType:
 
 
 def _fill_function(_decoder: Decoder, value: FunctionType, parts: list[Any]) -> None:
-    called, defaults, keyword_defaults, attributes, names, *values = parts
-    if called is not MISSING:
-        value.__name__, value.__qualname__, value.__module__ = called
+    """Set what is made by now beside the code; called again with more, as parts may refer back."""
+    identity, defaults, keyword_defaults, attributes, names, *values = parts
+    if identity is not MISSING:
+        value.__name__, value.__qualname__, value.__module__ = identity
     if defaults is not MISSING:
         value.__defaults__ = defaults
     if keyword_defaults is not MISSING:
@@ -142,6 +144,7 @@ def _fill_function(_decoder: Decoder, value: FunctionType, parts: list[Any]) -> 
 
 
 def _write_method(encoder: Encoder, value: MethodType) -> Written:
+    """Write a bound method: as a member of its object, if it is one by its name, or as its two parts."""
     name = getattr(value.__func__, "__name__", "")
     if getattr(type(value.__self__), name, None) is value.__func__:
         return _write_member(encoder, value.__self__, name)
@@ -166,14 +169,17 @@ _MODULES: Final = threading.RLock()
 
 
 def _write_class(encoder: Encoder, value: type) -> Written:
-    """Write a class by name, as a member of its enclosing class, or as source."""
-    named = write_name(value)
-    if named is not None:
-        return named
-    parent, _, last = value.__qualname__.rpartition(".")
+    """Write a class by name, as a member of its enclosing class, or as source.
+
+    Globals that its body uses are sent before it (``at_once``), those of its methods are bound later.
+    """
+    name_node = write_name(value)
+    if name_node is not None:
+        return name_node
+    parent, _, own_name = value.__qualname__.rpartition(".")
     owner = lookup(value.__module__, parent) if parent else None
-    if isinstance(owner, type) and vars(owner).get(last) is value:
-        return _write_member(encoder, owner, last)
+    if isinstance(owner, type) and vars(owner).get(own_name) is value:
+        return _write_member(encoder, owner, own_name)
     try:
         fragment, body, globals_ = fragment_of_class(value)
         cells = _cells_of_class(value, fragment, body, globals_)
@@ -211,6 +217,7 @@ def _names_in_annotations(kind: type) -> list[str]:
 
 
 def _has_name(value: Any) -> bool:
+    """Return whether the other side finds this object by name, so that sending it costs nothing."""
     if isinstance(value, ModuleType):
         return is_importable(value.__name__)
     return value is dataclasses.KW_ONLY or name_of(value) is not None
@@ -233,8 +240,8 @@ def _cells_of_class(
         header = global_names(compile_class(fragment, wanted), at_once=True)
         known = (globals_.keys() | vars(builtins).keys()) - cells.keys() - bases.keys()
         wanted += [name for name in header if name not in wanted and name not in known]
-        for name, at in bases.items():
-            cells.setdefault(name, CellType(vars(kind).get("__orig_bases__", kind.__bases__)[at]))
+        for name, index in bases.items():
+            cells.setdefault(name, CellType(vars(kind).get("__orig_bases__", kind.__bases__)[index]))
         cells.setdefault(kind.__name__, CellType(kind))
     for name in wanted:
         if name not in cells:
@@ -243,6 +250,7 @@ def _cells_of_class(
 
 
 def _changeable(kind: type) -> dict[str, Any]:
+    """Return plain class variables, which may have been assigned since the body ran, to set them again."""
     if hasattr(kind, "__members__") or hasattr(kind, "__dataclass_fields__"):
         return {}
     return {
@@ -253,19 +261,20 @@ def _changeable(kind: type) -> dict[str, Any]:
 
 
 def _make_class(decoder: Decoder, parts: list[Any]) -> type:
+    """Run a received class statement on its globals, and return the class; see ``_write_class``."""
     module, *source, needed, values = parts
     globals_ = globals_of(decoder, module)
     bind_globals(globals_, needed, list(values))
     define = _make_definer(decoder, compile_class, globals_, source)
     with _findable(module):
-        made = define()
-    if not isinstance(made, type):
+        new_class = define()
+    if not isinstance(new_class, type):
         raise DecodeError(
-            f"{SourceFragment(*source[0]).qualname} is a class there and {type(made).__name__} here"
+            f"{SourceFragment(*source[0]).qualname} is a class there and {type(new_class).__name__} here"
         )
-    decoder.state["globals", id(made)] = globals_
-    RECEIVED.add(made)
-    return made
+    decoder.state["globals", id(new_class)] = globals_
+    RECEIVED.add(new_class)
+    return new_class
 
 
 @contextlib.contextmanager
@@ -276,15 +285,15 @@ def _findable(module: ModuleType) -> Iterator[None]:
     """
     name = module.__name__
     with _MODULES:
-        before = sys.modules.get(name)
+        previous = sys.modules.get(name)
         sys.modules[name] = module
         try:
             yield
         finally:
-            if before is None:
+            if previous is None:
                 sys.modules.pop(name, None)
             else:
-                sys.modules[name] = before
+                sys.modules[name] = previous
 
 
 def _fill_class(decoder: Decoder, value: type, parts: list[Any]) -> None:

@@ -37,6 +37,7 @@ _PACKAGES: Final = Path(__file__).parents[2]
 
 @cache
 def _installed() -> re.Pattern[str]:
+    """Return a pattern for the start of paths to installed packages and to ours, cut off from texts."""
     paths = sysconfig.get_paths()
     folders = {paths[name] for name in _FOLDERS}
     folders |= {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
@@ -45,8 +46,8 @@ def _installed() -> re.Pattern[str]:
     folders |= {os.path.realpath(folder) for folder in folders}
     installed = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
     own_packages = rf"{re.escape(str(_PACKAGES))}/(?=(?:nnsight_engine|app|api_schemas)/)"
-    others = f"(?:{'|'.join(map(re.escape, installed))})/(?:lib/python[\\d.]+/)?(?:site-packages/)?"
-    return re.compile(rf"(?<![\w.-])(?:{others}|{own_packages})")
+    installed_paths = f"(?:{'|'.join(map(re.escape, installed))})/(?:lib/python[\\d.]+/)?(?:site-packages/)?"
+    return re.compile(rf"(?<![\w.-])(?:{installed_paths}|{own_packages})")
 
 
 def without_server_paths(text: str) -> str:
@@ -101,6 +102,7 @@ def restore_error(plain: Any) -> BaseException:
 
 
 def _failure_of(error: BaseException, num_left: int) -> _Failure:
+    """Describe an error, with up to ``num_left`` levels of causes or contexts below it."""
     kind = type(error)
     cause, context = error.__cause__, error.__context__
     return _Failure(
@@ -128,6 +130,7 @@ def _text(error: BaseException) -> str:
 
 
 def _plain(value: Any) -> Plain:
+    """Return a value that JSON has; other values become their ``repr``, of limited length."""
     if value is None or type(value) in {bool, float}:
         return value  # type: ignore[no-any-return] # of these types
     if type(value) is int and -(2**63) <= value < 2**63:
@@ -139,26 +142,32 @@ def _plain(value: Any) -> Plain:
 
 
 def _attributes(error: BaseException) -> dict[str, Plain]:
+    """Return public attributes of plain types; ``name`` of builtin errors is not in ``vars``."""
     attributes = {name: value for name, value in vars(error).items() if not name.startswith("_")}
     if isinstance(error, (NameError, AttributeError, ImportError)):
         attributes["name"] = error.name
-    kept = {name: value for name, value in attributes.items() if type(value) in {str, int, float, bool}}
-    return {name: _plain(value) for name, value in kept.items()}
+    plain_values = {
+        name: value for name, value in attributes.items() if type(value) in {str, int, float, bool}
+    }
+    return {name: _plain(value) for name, value in plain_values.items()}
 
 
 def _entries_of(tb: TracebackType | None) -> list[_TracebackEntry]:
-    every = []
+    """Return entries outside of this package; of too many, the first and the last ones."""
+    entries = []
     while tb is not None:
         code = tb.tb_frame.f_code
         if not is_ours(code.co_filename):
-            every.append(_entry_of(tb, code))
+            entries.append(_entry_of(tb, code))
         tb = tb.tb_next
     half = _MAX_FRAMES // 2
-    return every if len(every) <= _MAX_FRAMES else [*every[:half], *every[-half:]]
+    return entries if len(entries) <= _MAX_FRAMES else [*entries[:half], *entries[-half:]]
 
 
 def _entry_of(tb: TracebackType, code: CodeType) -> _TracebackEntry:
-    place = next(itertools.islice(code.co_positions(), max(tb.tb_lasti, 0) // 2, None), (None,) * 4)
+    """Describe an entry: its line's text, and the position of its instruction, two bytes of code each."""
+    positions = itertools.islice(code.co_positions(), max(tb.tb_lasti, 0) // 2, None)
+    _, end_line, column, end_column = next(positions, (None,) * 4)
     file = code.co_filename
     if isinstance(file, SentFile):
         text = file.line(tb.tb_lineno)
@@ -167,11 +176,12 @@ def _entry_of(tb: TracebackType, code: CodeType) -> _TracebackEntry:
     return _TracebackEntry(
         file=without_server_paths(sent_name(file)),
         line=tb.tb_lineno, name=code.co_name, source=text.rstrip("\n")[:_MAX_TEXT],
-        end_line=place[1], column=place[2], end_column=place[3],
+        end_line=end_line, column=column, end_column=end_column,
     )  # fmt: skip
 
 
 def _restored(failure: _Failure, num_left: int) -> BaseException:
+    """Return the error with its notes, traceback, and up to ``num_left`` levels of causes or contexts."""
     error = _error_of(failure)
     for note in failure.notes:
         BaseException.add_note(error, note)  # the description may set an attribute of this name
@@ -184,6 +194,7 @@ def _restored(failure: _Failure, num_left: int) -> BaseException:
 
 
 def _error_of(failure: _Failure) -> BaseException:
+    """Return an error of the described type, or of a new type with its name if this side lacks it."""
     kind = _known_type(failure)
     if kind is not None:
         error = _instance(kind, failure)
@@ -198,6 +209,7 @@ def _error_of(failure: _Failure) -> BaseException:
 
 
 def _named_after(failure: _Failure, base: type[BaseException]) -> type[BaseException]:
+    """Return a new type with a failure's name and text, derived from a builtin base."""
     body = {
         "__module__": failure.module,
         "__qualname__": failure.name,
@@ -232,6 +244,7 @@ def _builtin_type(name: str) -> type[BaseException] | None:
 
 
 def _instance(kind: type[BaseException], failure: _Failure) -> BaseException | None:
+    """Return an error of a type with the described arguments and attributes; None if it refuses them."""
     try:
         if kind.__init__ is BaseException.__init__ or kind.__module__ == "builtins":
             error = kind(*failure.args)
@@ -250,23 +263,30 @@ def _instance(kind: type[BaseException], failure: _Failure) -> BaseException | N
 
 
 def _traceback_of(entries: list[_TracebackEntry]) -> TracebackType | None:
+    """Return a traceback with these entries, outermost first, each with a frame of code that raises."""
     result: TracebackType | None = None
     for entry in reversed(entries):
         line = min(max(entry.line, 1), _MAX_LINE)
         if entry.source:
             SOURCE_CACHE.register(entry.file, line, entry.source, is_quoted=True)
-        made = _entered(_code_of(entry, line))
-        result = TracebackType(result, made.tb_frame, made.tb_lasti, made.tb_lineno)
+        entered = _entered(_code_of(entry, line))
+        result = TracebackType(result, entered.tb_frame, entered.tb_lasti, entered.tb_lineno)
     return result
 
 
 def _code_of(entry: _TracebackEntry, line: int) -> CodeType:
+    """Return code that raises at an entry's file, line and columns, under its function's name."""
     end = min(max(entry.end_line or line, line), _MAX_LINE)
-    place: dict[str, Any] = {"lineno": line, "end_lineno": end, "col_offset": 0, "end_col_offset": 0}
+    position: dict[str, Any] = {"lineno": line, "end_lineno": end, "col_offset": 0, "end_col_offset": 0}
     if entry.column is not None and entry.end_column is not None and 0 <= entry.column < _MAX_LINE:
-        first = entry.column if end == line else 0
-        place |= {"col_offset": entry.column, "end_col_offset": min(max(entry.end_column, first), _MAX_LINE)}
-    body: list[ast.stmt] = [ast.Raise(exc=ast.Name(id="__nnsight_stop__", ctx=ast.Load(), **place), **place)]
+        least_end = entry.column if end == line else 0
+        position |= {
+            "col_offset": entry.column,
+            "end_col_offset": min(max(entry.end_column, least_end), _MAX_LINE),
+        }
+    body: list[ast.stmt] = [
+        ast.Raise(exc=ast.Name(id="__nnsight_stop__", ctx=ast.Load(), **position), **position)
+    ]
     file = SentFile(_printable(entry.file), LinesFrom(line, entry.source))
     code = compile(ast.Module(body=body, type_ignores=[]), file, "exec", dont_inherit=True)
     name = _printable(entry.name)
@@ -278,6 +298,7 @@ class _Stop(Exception):  # noqa: N818 - it does not signal an error
 
 
 def _entered(code: CodeType) -> TracebackType:
+    """Run code that raises ``_Stop``, and return the traceback entry with its frame."""
     try:
         FunctionType(code, {"__nnsight_stop__": _Stop, "__name__": "remote"})()
     except _Stop as stop:

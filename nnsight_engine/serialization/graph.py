@@ -82,6 +82,7 @@ class Encoder:
     """
 
     def __init__(self, write: Writer, reference: Reference | None, limits: MessageLimits) -> None:
+        """Start without nodes; ``_places`` has the parent, step and key of each, for paths in errors."""
         self.limits = limits
         self.index = -1
         self.mentioned: set[str] = set()
@@ -96,7 +97,7 @@ class Encoder:
         self._kept_alive: list[Any] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self._num_tensor_bytes = 0
-        self._turns: list[tuple[int, Any, Writer]] = []
+        self._unwritten: list[tuple[int, Any, Writer]] = []
         self._finishers: list[tuple[int, Callable[[], bool]]] = []
 
     def node(self, value: Any, step: str = "", key: Any = None, *, writer: Writer | None = None) -> int:
@@ -118,13 +119,14 @@ class Encoder:
         if number is None:
             number = self._numbers[(id(value), writer)] = self._reserve(step, key)
             self._kept_alive.append(value)  # keep it alive, so that its id is not reused
-            self._turns.append((number, value, writer))
+            self._unwritten.append((number, value, writer))
         return number
 
     def nodes(self, values: Collection[Any], step: str = "") -> list[int]:
         return [self.node(value, step) for value in values]
 
     def emit(self, index: int, kind: NodeKind, content: Any) -> None:
+        """Set a reserved node's kind, and its scalar or the numbers of its children."""
         self._kinds[index] = kind
         if kind in PAYLOADS:
             self._payloads[index] = content
@@ -154,20 +156,21 @@ class Encoder:
         """Write everything that was reached, and return the nodes; the first is the root."""
         again = True
         while again:
-            while self._turns:
+            while self._unwritten:
                 self._write_next()
             again = False
             for index, finish in self._finishers:
                 self.index = index
                 again |= finish()
-            again |= bool(self._turns)
+            again |= bool(self._unwritten)
         return NodeTable(self._kinds, self._children, self._payloads, self._tensors)
 
     def _write_next(self) -> None:
-        self.index, value, write = self._turns.pop()
-        named = self._reference(value) if self._reference is not None else None
-        if named is not None:
-            self.emit(self.index, NodeKind.REFERENCE, self.nodes(named, "its name"))
+        """Write the node that was reached last; an object that the other side has becomes a reference."""
+        self.index, value, write = self._unwritten.pop()
+        name_parts = self._reference(value) if self._reference is not None else None
+        if name_parts is not None:
+            self.emit(self.index, NodeKind.REFERENCE, self.nodes(name_parts, "its name"))
             return
         try:
             self.emit(self.index, *write(self, value))
@@ -175,20 +178,25 @@ class Encoder:
             self._refuse(value, error)
 
     def numbers_of(self, ids: Collection[int]) -> set[int]:
+        """Return the numbers of the nodes of objects, by the ids of these."""
         return (
             {number for (identity, _), number in self._numbers.items() if identity in ids} if ids else set()
         )
 
-    def _refuse(self, value: Any, why: Unsendable) -> NoReturn:
+    def _refuse(self, value: Any, reason: Unsendable) -> NoReturn:
+        """Raise an EncodeError with the path and the type of the object, and the reason."""
         kind = type(value)
         name = (
             kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         )
         if isinstance(value, (type, types.FunctionType)):
             name = f"{name} ({value.__qualname__})"
-        raise EncodeError(f"{self._path()} cannot be sent: it is of type {name}; {why}") from why.__cause__
+        raise EncodeError(
+            f"{self._path()} cannot be sent: it is of type {name}; {reason}"
+        ) from reason.__cause__
 
     def _path(self) -> str:
+        """Return the steps from the root to the node that is being written; a long path is shortened."""
         steps: list[str] = []
         index = self.index
         while index >= 0:
@@ -202,6 +210,7 @@ class Encoder:
         return ", ".join(steps) or "the value"
 
     def _reserve(self, step: str, key: Any) -> int:
+        """Return the number of a new node, a child of the one being written; errors' paths show ``step``."""
         index = len(self._kinds)
         if index >= self.limits.max_nodes:
             raise EncodeError(
@@ -251,6 +260,7 @@ class Decoder:
         limits: MessageLimits,
         device: torch.device,
     ) -> None:
+        """Start with the objects that are ready, such as scalars; the others are ``MISSING`` until made."""
         self.resolve = resolve
         self.policy = policy
         self.limits = limits
@@ -273,6 +283,7 @@ class Decoder:
         self._num_done = 0
 
     def value(self) -> Any:
+        """Return the root's object, with all that it refers to; any failure is a DecodeError."""
         root = self.table.root
         try:
             self._run(root)
@@ -300,9 +311,10 @@ class Decoder:
         return self.table.children[self.index]
 
     def _run(self, root: int) -> None:
+        """Make and fill the root and what it refers to; deferred nodes are tried again in the next round."""
         self._stack.append((_ENTER, root))
         for _ in range(_MAX_ROUNDS):
-            done = self._num_done
+            num_done_before = self._num_done
             while self._stack:
                 step, index = self._stack.pop()
                 if step == _ENTER:
@@ -313,7 +325,7 @@ class Decoder:
                     self._fill(index)
             if not self._waiting:
                 return
-            if self._num_done == done:
+            if self._num_done == num_done_before:
                 break
             # Retry deferred nodes in the order in which they were deferred.
             self._stack, self._waiting = self._waiting[::-1], []
@@ -321,6 +333,7 @@ class Decoder:
         raise DecodeError("the message is broken: its objects need each other to be made")
 
     def _enter(self, index: int) -> None:
+        """Schedule a node to be made, after the children that it is made from."""
         if self._objects[index] is not MISSING or self._entered[index]:
             return
         self._entered[index] = 1
@@ -336,6 +349,7 @@ class Decoder:
         return len(self.table.children[index]) if num_first == _ALL else num_first
 
     def _make(self, index: int) -> None:
+        """Make a node and schedule its filling; defer it if it needs an object that is not made yet."""
         if self._objects[index] is not MISSING:
             return
         kind = self._all_kinds[self.table.kinds[index]]
@@ -358,11 +372,12 @@ class Decoder:
         self._enter_all(children[num_first:])
 
     def _make_checked(self, kind: Kind, parts: list[Any]) -> Any:
+        """Make a node's object, after a check of the policy and of its first children's types."""
         if kind.is_code and not self.policy.allow_source:
             raise DecodeError("the message holds code, and this side takes data alone")
-        for part, wanted in zip(parts, kind.first or (), strict=False):
-            if wanted is not object:
-                typed(part, wanted)
+        for part, expected in zip(parts, kind.first or (), strict=False):
+            if expected is not object:
+                typed(part, expected)
         if kind.is_nested:
             self._record_depth()
         assert kind.make is not None  # noqa: S101 - objects of other kinds are ready
@@ -378,12 +393,16 @@ class Decoder:
             raise DecodeError(f"an object is {depth} others deep and may be {self.limits.max_key_depth}")
 
     def _fill(self, index: int) -> None:
+        """Fill a node with the children that it refers to; defer it while some of these are not ready.
+
+        Some kinds take parts as they come (``partly``), some need the parts to be filled before (``copies``).
+        """
         kind = self._all_kinds[self.table.kinds[index]]
-        rest = self.table.children[index][self._num_first(index) :]
+        other_children = self.table.children[index][self._num_first(index) :]
         assert kind.fill is not None  # noqa: S101 - only nodes whose kind has one are pushed
-        parts = [self._objects[child] for child in rest]
+        parts = [self._objects[child] for child in other_children]
         complete = all(part is not MISSING for part in parts) and (
-            not kind.copies or all(map(self._is_full, rest))
+            not kind.copies or all(map(self._is_full, other_children))
         )
         if complete or kind.partly:
             self.index = index

@@ -82,14 +82,16 @@ class Policy:
     check: Check | None = None
 
     def allowing(self, classes: Iterable[type[Any]]) -> Policy:
+        """Return this policy with these classes allowed in addition."""
         names = frozenset((kind.__module__, kind.__qualname__) for kind in classes)
-        before = self.may_import
+        base_rule = self.may_import
         return dataclasses.replace(
-            self, may_import=lambda module, name: (module, name) in names or before(module, name)
+            self, may_import=lambda module, name: (module, name) in names or base_rule(module, name)
         )
 
 
 def _is_data(module: str, name: str) -> bool:
+    """Return whether a message of data alone may name this; ``is_data_class`` then checks what it is."""
     if (module, name) in _DATA_NAMES:
         return True
     # No dotted name: it would lead through what the module imports to anything in the process.

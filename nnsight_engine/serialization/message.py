@@ -114,12 +114,12 @@ def write_segments(tensors: Mapping[str, torch.Tensor], start: int = 0) -> list[
     """Return pieces that share the tensors' memory; ``start`` bytes come before them, for alignment."""
     if not tensors:
         return []
-    header, pieces, at = {}, list[bytes | memoryview](), 0
+    header, pieces, offset = {}, list[bytes | memoryview](), 0
     for name, tensor in tensors.items():
-        end = at + tensor.nbytes
-        header[name] = _SegmentHeader(_NAMES[tensor.dtype], list(tensor.shape), (at, end))
+        end = offset + tensor.nbytes
+        header[name] = _SegmentHeader(_NAMES[tensor.dtype], list(tensor.shape), (offset, end))
         pieces.append(flat_bytes(tensor).numpy().data)
-        at = end
+        offset = end
     text = msgspec.json.encode(header)
     text += b" " * (-(start + _LENGTH.size + len(text)) % _ALIGNMENT)
     return [_LENGTH.pack(len(text)), text, *pieces]
@@ -137,18 +137,19 @@ def read_segments(view: memoryview) -> dict[str, torch.Tensor]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"the message is broken: its tensors cannot be read ({error})") from error
     data = view[_LENGTH.size + length :]
-    at = 0  # overlapping tensors could take far more memory than was sent
+    offset = 0  # overlapping tensors could take far more memory than was sent
     for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
         start, end = entry.data_offsets
-        if start != at or not start <= end <= len(data):
+        if start != offset or not start <= end <= len(data):
             raise DecodeError("the message is broken: its tensors are not one after another")
-        at = end
-    if at != len(data):
+        offset = end
+    if offset != len(data):
         raise DecodeError("the message is broken: it has bytes behind its tensors")
     return {name: _tensor(entry, data) for name, entry in entries.items()}
 
 
 def _tensor(entry: _SegmentHeader, data: memoryview) -> torch.Tensor:
+    """Return a segment's tensor, a copy unless it is aligned and at least half of all the data."""
     dtype = _BY_NAME.get(entry.dtype)
     start, end = entry.data_offsets
     if dtype is None or not all(0 <= size < 2**62 for size in entry.shape):
@@ -288,6 +289,10 @@ def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits) -> NodeT
 
 
 def _opened(view: memoryview, limits: MessageLimits) -> tuple[tuple[int, ...], memoryview]:
+    """Return the head's numbers from Python's version on, and the decompressed body of the stated size.
+
+    A node has a byte for its kind and four for its number of children; an edge and a text's length have four.
+    """
     if len(view) < _HEAD.size or bytes(view[:4]) != MAGIC:
         raise DecodeError(f"these {len(view):,} bytes are no message: one begins with {MAGIC!r}")
     _, version, flags, codec, python, *counts = _HEAD.unpack_from(view)
@@ -337,25 +342,27 @@ def _read_payloads(
     num_text_bytes: int,
     limits: MessageLimits,
 ) -> list[Any]:
+    """Return each node's scalar, None without one: the body has all integers, then floats, then texts."""
     payloads: list[Any] = [None] * len(kinds)
     groups = _GROUP_OF[kinds]
-    places = [np.flatnonzero(groups == group).tolist() for group in range(len(_GROUPS))]
-    if [len(group) for group in places] != counts:
+    nodes_by_group = [np.flatnonzero(groups == group).tolist() for group in range(len(_GROUPS))]
+    if [len(group) for group in nodes_by_group] != counts:
         raise DecodeError(
             "the message is broken: it has another number of scalars than of nodes that want one"
         )
-    for group, dtype in zip(places[:2], ("<i8", "<f8"), strict=True):
-        for place, value in zip(group, cursor.array(dtype, len(group)).tolist(), strict=True):
-            payloads[place] = value
-    lengths = cursor.array("<u4", len(places[2]))
+    *number_groups, text_nodes = nodes_by_group
+    for group, dtype in zip(number_groups, ("<i8", "<f8"), strict=True):
+        for node, value in zip(group, cursor.array(dtype, len(group)).tolist(), strict=True):
+            payloads[node] = value
+    lengths = cursor.array("<u4", len(text_nodes))
     if int(lengths.astype(np.int64).sum()) != num_text_bytes:
         raise DecodeError("the message is broken: its texts have other sizes than it says")
     if len(lengths) and int(lengths.max()) > limits.max_text_bytes:
         raise DecodeError(f"a string has more than {limits.max_text_bytes:,} bytes")
-    for place, length in zip(places[2], lengths.tolist(), strict=True):
+    for node, length in zip(text_nodes, lengths.tolist(), strict=True):
         text = cursor.bytes(length)
         try:
-            payloads[place] = text.decode() if PAYLOADS[NodeKind(int(kinds[place]))] is str else text
+            payloads[node] = text.decode() if PAYLOADS[NodeKind(int(kinds[node]))] is str else text
         except UnicodeDecodeError as error:
             raise DecodeError(f"the message is broken: a text is not UTF-8 ({error})") from error
     return payloads

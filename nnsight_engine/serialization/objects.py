@@ -102,6 +102,7 @@ def _write_member(encoder: Encoder, value: enum.Enum) -> Written:
 
 
 def _make_member(decoder: Decoder, parts: list[Any]) -> Any:
+    """Return the member of an enum by its value, for a flag also a combination of members."""
     kind, value = parts
     if not isinstance(kind, enum.EnumMeta):
         raise DecodeError("the message is broken: a member's class is no enum")
@@ -151,6 +152,7 @@ def write_object(encoder: Encoder, value: Any) -> Written:
 
 
 def _refuse_what_would_do_less(value: Any) -> None:
+    """Refuse objects whose copy would not work as they do here: open files, running code, hooks."""
     for kinds, advice in _REFUSED:
         if isinstance(value, kinds):
             raise Unsendable(advice)
@@ -167,6 +169,7 @@ def _refuse_what_would_do_less(value: Any) -> None:
 
 
 def _write_reduced(encoder: Encoder, value: Any, reduced: tuple[Any, ...]) -> Written:
+    """Write what ``__reduce_ex__`` returned: maker, arguments, state, slots, items of lists and of dicts."""
     function, args, state, items, pairs = (*reduced, None, None, None)[:5]
     kwargs: dict[str, Any] | None = None
     kind = NodeKind.CALL
@@ -189,6 +192,7 @@ def _write_reduced(encoder: Encoder, value: Any, reduced: tuple[Any, ...]) -> Wr
 
 
 def _write_by_name(value: Any, name: str) -> Written:
+    """Write an object for which ``__reduce_ex__`` returned a global name, without its module."""
     location = name_of(value)
     for module in (getattr(value, "__module__", None), "torch"):
         bare = name.removeprefix(f"{module}.")
@@ -210,6 +214,7 @@ def _call(encoder: Encoder, function: Any, *args: Any, **kwargs: Any) -> Written
 
 
 def _write_lru_cache(encoder: Encoder, value: Any) -> Written:
+    """Write a cached function by name, or as a call that makes it anew, with an empty cache."""
     settings = value.cache_parameters()
     return write_name(value) or _call(
         encoder, functools.partial(functools.lru_cache, **settings)(), value.__wrapped__
@@ -274,6 +279,7 @@ _COPIES: Final = "copied items"
 
 
 def _make_object(decoder: Decoder, parts: list[Any]) -> Any:
+    """Make an object by a call or ``__new__``; without code, only data's classes from their arguments."""
     function, args, kwargs = parts
     is_new = decoder.kind == NodeKind.NEW
     if is_new and not isinstance(function, type):
@@ -296,11 +302,11 @@ def _make_object(decoder: Decoder, parts: list[Any]) -> Any:
     if kwargs or not (_are_for_new(function, args) if is_new else _are_for_call(function, args)):
         raise DecodeError(f"the message gives {function.__qualname__} arguments that it is never made from")
     _charge(decoder, args)
-    made = make(*args)
-    if type(made) is not function:
-        raise DecodeError(f"the message makes a {type(made).__name__} of {function.__qualname__}")
+    instance = make(*args)
+    if type(instance) is not function:
+        raise DecodeError(f"the message makes a {type(instance).__name__} of {function.__qualname__}")
     _record_work(decoder, function, args)
-    return made
+    return instance
 
 
 def _are_for_new(kind: type, args: tuple[Any, ...]) -> bool:
@@ -310,6 +316,7 @@ def _are_for_new(kind: type, args: tuple[Any, ...]) -> bool:
 
 
 def _are_for_call(kind: type, args: tuple[Any, ...]) -> bool:
+    """Return whether objects of the class are written as a call with such arguments."""
     if is_model_output(kind):
         return True
     if _is_named_result(kind):
@@ -320,8 +327,8 @@ def _are_for_call(kind: type, args: tuple[Any, ...]) -> bool:
     if kind in _FORMS:
         num_required, types_ = _FORMS[kind]
         return num_required <= len(args) <= len(types_) and all(
-            type(arg) is wanted or (wanted is type and (arg is None or isinstance(arg, type)))
-            for arg, wanted in zip(args, types_, strict=False)
+            type(arg) is expected or (expected is type and (arg is None or isinstance(arg, type)))
+            for arg, expected in zip(args, types_, strict=False)
         )
     return (
         kind is not uuid.UUID
@@ -369,6 +376,7 @@ def _num_items(value: Any) -> int:
 
 
 def _fill_object(decoder: Decoder, value: Any, parts: list[Any]) -> None:
+    """Add an object's items and set its state, as ``copy.copy`` does for what ``_write_reduced`` wrote."""
     state, slots, items, pairs = parts
     if not decoder.policy.allow_source:
         _check_filling(decoder, type(value), parts)
@@ -404,6 +412,7 @@ def _check_filling(decoder: Decoder, kind: type, parts: Sequence[Any]) -> None:
 
 
 def _object(number: NodeKind) -> Kind:
+    """Return the kind of objects that are made by a call or by ``__new__``, and filled with their state."""
     return Kind(
         number,
         first=(object, tuple, object),

@@ -59,6 +59,7 @@ def write_namespace(encoder: Encoder, value: dict[str, Any]) -> Written:
 
 
 def _make_namespace(decoder: Decoder, parts: list[Any]) -> ModuleType:
+    """Return the module whose globals code uses: the installed one, or a new one for the user's own."""
     name, file, is_real = parts
     if is_real:
         module: ModuleType = import_name(decoder, name, "")
@@ -78,6 +79,7 @@ def globals_of(decoder: Decoder, module: Any) -> dict[str, Any]:
 
 
 def _write_module(encoder: Encoder, value: ModuleType) -> Written:
+    """Write a module by name if the other side has it; else its namespace, and attributes at the end."""
     if is_importable(value.__name__):
         return NodeKind.MODULE, value.__name__
     index, sent = encoder.index, dict[str, int]()
@@ -120,8 +122,8 @@ def write_cells(encoder: Encoder, value: dict[str, CellType]) -> Written:
 
 
 def _write_cell(encoder: Encoder, value: CellType) -> Written:
-    held = content(value)
-    return NodeKind.CELL, () if held is UNBOUND else [encoder.node(held)]
+    contents = content(value)
+    return NodeKind.CELL, () if contents is UNBOUND else [encoder.node(contents)]
 
 
 def _fill_cell(_decoder: Decoder, value: CellType, parts: list[Any]) -> None:
@@ -164,14 +166,14 @@ def fragment_of(decoder: Decoder, parts: Any) -> SourceFragment:
     if not all(isinstance(part, kind) for part, kind in zip(parts, _FIELD_TYPES, strict=True)):
         raise DecodeError("the message is broken: a source fragment has parts of other types")
     fragment = SourceFragment(*parts)
-    max_characters, around = decoder.limits.max_name_characters, fragment.class_name
-    longest = max(map(len, (fragment.filename, fragment.name, fragment.qualname, around or "")))
+    max_characters, class_name = decoder.limits.max_name_characters, fragment.class_name
+    longest = max(map(len, (fragment.filename, fragment.name, fragment.qualname, class_name or "")))
     if longest > max_characters:
         raise DecodeError(
             f"a name of a source fragment has {longest:,} characters and may have {max_characters:,}"
         )
-    if around is not None and (not around.isidentifier() or around.startswith(OURS)):
-        raise DecodeError(f"the message is broken: no class is called {around!r}")
+    if class_name is not None and (not class_name.isidentifier() or class_name.startswith(OURS)):
+        raise DecodeError(f"the message is broken: no class is called {class_name!r}")
     if fragment.flags & ~FUTURE_FLAGS:
         raise DecodeError(
             f"{fragment.qualname}, {fragment.filename}, line {fragment.line}, uses a feature from "

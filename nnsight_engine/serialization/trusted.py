@@ -105,6 +105,7 @@ def decode_trace_pickled(
 
 
 def _pickled(value: Any, reference: Reference | None, saved: Collection[int]) -> bytes:
+    """Return two pickles behind a head: of a value, and of the list of the saved objects in it."""
     file = io.BytesIO()
     file.write(_HEAD.pack(MAGIC, VERSION, *_HERE))
     pickler = _Pickler(file, reference, saved)
@@ -118,6 +119,7 @@ def _pickled(value: Any, reference: Reference | None, saved: Collection[int]) ->
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
     def __init__(self, file: io.BytesIO, reference: Reference | None, saved: Collection[int]) -> None:
+        """``marked`` gets the saved objects; ``_shells`` are cells that the state of their owner fills."""
         super().__init__(file, protocol=_PROTOCOL)
         self.marked: dict[int, Any] = {}
         self._reference = reference
@@ -132,6 +134,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
             cloudpickle.unregister_pickle_by_value(module)
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
+        """Return the name of an object that the other side has, None for others; note saved ones."""
         if type(value) in _NOT_ASKED:
             return None
         if id(value) in self._saved:
@@ -139,6 +142,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return None if self._reference is None else self._reference(value)
 
     def reducer_override(self, value: Any) -> Any:
+        """Return how to pickle blocks, cells, tensors and code here; cloudpickle's way for the rest."""
         kind = type(value)
         if kind is SentBlock:
             return self._block(value)
@@ -155,6 +159,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return self._on_own_cells(value, reduced) if by_value else reduced
 
     def _decide(self, name: Any) -> None:
+        """Have cloudpickle send definitions of a module by value if the other side cannot import it."""
         if name in self._seen or not isinstance(name, str):
             return
         self._seen.add(name)
@@ -167,7 +172,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
     def _cell(self, cell: CellType) -> tuple[Any, ...]:
         if id(cell) in self._shells:  # filled by its owner, to which its contents may refer back
             return CellType, ()
-        return CellType, (), _held([cell]), None, None, _fill_cell
+        return CellType, (), _contents_of([cell]), None, None, _fill_cell
 
     def _shell(self, cell: CellType) -> CellType:
         self._shells[id(cell)] = cell
@@ -177,10 +182,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         """Keep the function's own cells, which cloudpickle would copy, as others may share the variables."""
         make, (*args, _), (state, slots), _, _, restore = reduced
         cells = tuple(map(self._shell, function.__closure__ or ()))
-        rest = (restore, (state, {**slots, "__closure__": None}), cells, _held(cells))
-        return make, (*args, cells or None), rest, None, None, _fill_function
+        state_parts = (restore, (state, {**slots, "__closure__": None}), cells, _contents_of(cells))
+        return make, (*args, cells or None), state_parts, None, None, _fill_function
 
     def _block(self, sent: SentBlock) -> tuple[Any, ...]:
+        """Return how to pickle a block: what it is compiled from, then cells and globals."""
         source = block_source(sent.info.block)
         first_argument, globals_ = sent.info.block.context.first_argument, sent.info.globals_
         cells = {name: self._shell(cell) for name, cell in sent.variables(source.variables).items()}
@@ -190,10 +196,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
             namespace = self.globals_ref.setdefault(id(globals_), {})
             if not namespace:
                 namespace.update({key: globals_[key] for key in _OF_A_NAMESPACE if key in globals_})
-        place = (source.fragment, source.item, first_argument)
+        origin = (source.fragment, source.item, first_argument)
         names = [name for name in source.global_names if name not in sent.left_out]
-        rest = (tuple(cells.values()), _held(cells.values()), bound_globals(globals_, names))
-        return _block, (module, namespace, place, cells), rest, None, None, _fill_block
+        state_parts = (tuple(cells.values()), _contents_of(cells.values()), bound_globals(globals_, names))
+        return _block, (module, namespace, origin, cells), state_parts, None, None, _fill_block
 
 
 class _Unpickler(pickle.Unpickler):
@@ -204,8 +210,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # A class by value would replace the methods of the class that has its number: of the sender's own
         # where the sender is in this process, and of one that an earlier trace is still using.
-        value, at = super().find_class(module, name), _NUMBERED.get((module, name))
-        return value if at is None else lambda *parts: value(*parts[:at], None, *parts[at + 1 :])
+        value, index = super().find_class(module, name), _NUMBERED.get((module, name))
+        return value if index is None else lambda *parts: value(*parts[:index], None, *parts[index + 1 :])
 
     def persistent_load(self, pid: Any) -> Any:
         if self._resolve is None:
@@ -213,7 +219,7 @@ class _Unpickler(pickle.Unpickler):
         return self._resolve(pid)
 
 
-def _held(cells: Collection[CellType]) -> list[tuple[Any, ...]]:
+def _contents_of(cells: Collection[CellType]) -> list[tuple[Any, ...]]:
     """Return the contents of cells: a tuple of one item each, empty if the variable is unbound."""
     return [() if content(cell) is UNBOUND else (content(cell),) for cell in cells]
 
@@ -221,18 +227,19 @@ def _held(cells: Collection[CellType]) -> list[tuple[Any, ...]]:
 def _culprit(
     blocks: Sequence[SentBlock], shared: Mapping[str, Any], reference: Reference | None, error: Exception
 ) -> str:
-    places = [(f"shared value `{name}`", value) for name, value in shared.items()]
+    """Return the error's text with the variable that cannot be pickled, found by pickling each alone."""
+    candidates = [(f"shared value `{name}`", value) for name, value in shared.items()]
     for number, block in enumerate(blocks):
-        places += [
+        candidates += [
             (f"block {number}, variable `{name}`", content(cell))
             for name, cell in block.cells.items()
             if content(cell) is not UNBOUND
         ]
-    for place, value in places:
+    for label, value in candidates:
         try:
             _pickled(value, reference, ())
-        except Exception as found:  # noqa: BLE001 - the object's own code may raise anything
-            return f"{place} cannot be sent: it is of type {type(value).__qualname__}; {found}"
+        except Exception as cause:  # noqa: BLE001 - the object's own code may raise anything
+            return f"{label} cannot be sent: it is of type {type(value).__qualname__}; {cause}"
     return f"the trace cannot be sent: {type(error).__name__}: {error}"
 
 
@@ -240,6 +247,7 @@ def _culprit(
 
 
 def _code(version: tuple[int, int], args: tuple[Any, ...]) -> CodeType:
+    """Return a function's code from the arguments of ``CodeType``; DecodeError for another Python's."""
     if version != _HERE:
         raise DecodeError(
             f"a function was sent as code of Python {version[0]}.{version[1]}, and this side runs Python "
@@ -249,29 +257,30 @@ def _code(version: tuple[int, int], args: tuple[Any, ...]) -> CodeType:
     return code.replace(co_filename=SentFile(code.co_filename))
 
 
-def _fill_cell(cell: CellType, held: list[tuple[Any, ...]]) -> None:
-    _fill([cell], held)
+def _fill_cell(cell: CellType, contents: list[tuple[Any, ...]]) -> None:
+    _fill([cell], contents)
 
 
-def _fill(cells: Collection[CellType], held: list[tuple[Any, ...]]) -> None:
-    for cell, contents in zip(cells, held, strict=True):
+def _fill(cells: Collection[CellType], all_contents: list[tuple[Any, ...]]) -> None:
+    for cell, contents in zip(cells, all_contents, strict=True):
         if contents:
             (cell.cell_contents,) = contents
 
 
-def _fill_function(function: FunctionType, rest: tuple[Any, ...]) -> None:
-    restore, state, cells, held = rest
+def _fill_function(function: FunctionType, parts: tuple[Any, ...]) -> None:
+    restore, state, cells, contents = parts
     restore(function, state)
-    _fill(cells, held)
+    _fill(cells, contents)
 
 
 def _block(
     module: str,
     namespace: dict[str, Any] | None,
-    place: tuple[tuple[Any, ...], int, str | None],
+    origin: tuple[tuple[Any, ...], int, str | None],
     cells: dict[str, CellType],
 ) -> Info:
-    fields, item, first_argument = place
+    """Compile a block in its module, the installed one if ``namespace`` is None; see ``_Pickler._block``."""
+    fields, item, first_argument = origin
     block = block_of(SourceFragment(*fields), item, first_argument, frozenset(cells))
     if namespace is None:
         namespace = vars(importlib.import_module(module))
@@ -279,7 +288,7 @@ def _block(
     return Info(block, cells, None, namespace)
 
 
-def _fill_block(info: Info, rest: tuple[Any, ...]) -> None:
-    cells, held, globals_ = rest
-    _fill(cells, held)
+def _fill_block(info: Info, parts: tuple[Any, ...]) -> None:
+    cells, contents, globals_ = parts
+    _fill(cells, contents)
     info.globals_.update(globals_)

@@ -103,6 +103,7 @@ def decode(
 
 
 def _write(encoder: Encoder, value: Any) -> Written:
+    """Write an object by the writer of its type, or of a base, or by Python's copy protocol."""
     writer = _BY_TYPE.get(type(value))
     if writer is None:
         writer = next((write for bases, write in _BY_BASE if isinstance(value, bases)), write_object)
@@ -110,6 +111,7 @@ def _write(encoder: Encoder, value: Any) -> Written:
 
 
 def _packed(encoder: Encoder, *, compress: bool) -> list[Piece]:
+    """Write all objects that were reached, and return the message; any failure is an EncodeError."""
     try:
         table = encoder.table()
     except EncodeError:
@@ -147,6 +149,7 @@ def encode_trace(
     marks = encoder.node(parts[2], writer=_write_marks)
 
     def finish() -> bool:
+        """Write which nodes are of saved objects, now that all objects have their numbers."""
         encoder.emit(marks, NodeKind.LIST, sorted(encoder.numbers_of(saved) - {marks}))
         return False
 
@@ -159,6 +162,7 @@ _write_shared: Final = write_pairs("shared value `{}`", str)
 
 
 def _write_trace(encoder: Encoder, value: tuple[list[Any], dict[str, Any], list[Any]]) -> Written:
+    """Write a trace: its blocks, its shared values, and the list of its saved objects."""
     writers = (_write_blocks, _write_shared, _write_marks)
     return NodeKind.LIST, [
         encoder.node(part, writer=write) for part, write in zip(value, writers, strict=True)

@@ -137,6 +137,7 @@ class RemoteBackend(Backend):
     # Blocking traces.
 
     def _run(self, sent: SentRemotely) -> None:
+        """Send a blocking trace, show its events, and assign the values of its result."""
         with Display() as display:
             frames: list[Frame] = []
             for frame in self.transport.run(sent.request, display.progress):
@@ -149,6 +150,7 @@ class RemoteBackend(Backend):
         sent.assign_saved(outcomes)
 
     def _run_as_job(self, sent: SentRemotely) -> None:
+        """Run a blocking trace that calls this client (``tracer.local()``), as only jobs can."""
         self._submit(sent)
         try:
             outcomes = self._wait()
@@ -171,6 +173,7 @@ class RemoteBackend(Backend):
     # Jobs.
 
     def _submit(self, sent: SentRemotely) -> None:
+        """Send a trace as a job, whose result ``_outcomes`` fetches later."""
         http = self._http()
         with Display() as display:
             job = http.submit(sent.request, display.progress)
@@ -192,6 +195,7 @@ class RemoteBackend(Backend):
         return self._job
 
     def _poll(self) -> dict[str, Any] | None:
+        """Return the job's result by name, None while it is not done; it is fetched once."""
         _, job_id = self._submitted()
         if self._result is None:
             outcomes = self._outcomes()
@@ -216,6 +220,7 @@ class RemoteBackend(Backend):
         return read_frames(frames) if self._sent is None else self._sent.read(frames)
 
     def _wait(self, timeout_s: float | None = None) -> list[Outcome]:
+        """Show the job's events until it ends, running parts that it asks for, and return the outcomes."""
         with Display() as display:
             for event in self.events(timeout_s=timeout_s):
                 display.event(event)
@@ -254,6 +259,7 @@ class RemoteBackend(Backend):
         return None if self._sent is None or self._sent.local is None else self._sent.local.run
 
     def _followed(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield events, and keep the job's status and engine as they say."""
         for event in events:
             if event["status"] != JobStatus.LOG:
                 self.job_status = JobStatus(event["status"])
@@ -270,6 +276,7 @@ class RemoteBackend(Backend):
         return self._awaited().__await__()
 
     async def _awaited(self) -> dict[str, Any]:
+        """Ask for the result in growing intervals; a job that calls this client is waited for on a thread."""
         if self._part_runner() is not None:
             return await asyncio.to_thread(self.wait)
         pause = _FIRST_POLL_S
@@ -283,6 +290,7 @@ class RemoteBackend(Backend):
     # Streams.
 
     async def _stream(self) -> AsyncIterator[RemoteStreamedOutput]:
+        """Yield a trace's outputs as they arrive; each request's last one has all its saved values."""
         sent, self._sent = self._sent, None
         if sent is None:
             raise ValueError(
@@ -291,7 +299,7 @@ class RemoteBackend(Backend):
             )
         frames: list[Frame] = []
         reader = OutputReader()
-        last: list[RemoteStreamedOutput] = []
+        final_outputs: list[RemoteStreamedOutput] = []
         with Display() as display:
             async for frame in self.transport.stream(sent.request):
                 if frame.kind is FrameKind.EVENT:
@@ -301,7 +309,8 @@ class RemoteBackend(Backend):
                     if not output.finished:
                         yield output
                     else:
-                        last.append(output)  # held back until the result arrives, to include all saved values
+                        # Held back until the result arrives, to include all saved values.
+                        final_outputs.append(output)
                 elif frame.kind is FrameKind.ERROR:
                     raise refused(frame)
                 else:
@@ -310,7 +319,7 @@ class RemoteBackend(Backend):
         outcomes = sent.read(frames)
         raise_first(outcomes)
         warn_of(outcomes)
-        for output in last:
+        for output in final_outputs:
             yield dataclasses.replace(output, saves=saves_of(outcomes, output.invoke))
 
 
@@ -351,14 +360,16 @@ def chosen_backend(
             f"backend= says where a trace runs and whether it is waited for, so {argument} beside it has no "
             "effect: leave it out, or say it to the backend"
         )
-    wanted = default if remote is None else remote
-    if backend is None and wanted == "local":
+    location = default if remote is None else remote
+    if backend is None and location == "local":
         raise ValueError(
             'remote="local" is for LanguageModel, whose traces can run in this process; this one runs in an '
             "engine: leave remote= out, or give a server's address"
         )
-    if backend is None and wanted:
-        return RemoteBackend(wanted if isinstance(wanted, str) else None, blocking=blocking, streams=streams)
+    if backend is None and location:
+        return RemoteBackend(
+            location if isinstance(location, str) else None, blocking=blocking, streams=streams
+        )
     if backend is None and not blocking:
         raise ValueError("blocking=False is for traces on a server: give `remote=`, its address")
     return backend

@@ -55,6 +55,7 @@ class Retry:
     """Retry state of one operation, which may be executed twice if it ``is_repeatable``."""
 
     def __init__(self, url: str, *, is_repeatable: bool = True) -> None:
+        """``_contact`` are the pauses while it is not reached, ``_ready`` those while it is not ready."""
         self._url = url
         self._is_repeatable = is_repeatable
         self._contact = _growing_pauses(_CONTACT_S)
@@ -106,6 +107,7 @@ def without_frames(error: httpx.TransportError) -> None:
 
 
 def _growing_pauses(patience_s: float) -> Iterator[float]:
+    """Yield pauses in seconds, doubled each time and varied, for ``patience_s`` seconds."""
     end = time.monotonic() + patience_s
     pause = _FIRST_PAUSE_S
     while time.monotonic() < end:

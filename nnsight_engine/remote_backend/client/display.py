@@ -76,16 +76,17 @@ class Display:
                 self._bars.stop()
 
     def event(self, event: dict[str, Any]) -> None:
+        """Show what a block printed at once; other events as the status."""
         status, job = str(event.get("status")), str(event.get("job") or "")
         message = event.get("message")
         if status == JobStatus.LOG:
             if self._shows:
                 sys.stdout.write(_line(job, status, str(message)))
             return
-        where = f"on {event['engine']}" if event.get("engine") else ""
+        engine_note = f"on {event['engine']}" if event.get("engine") else ""
         with self._lock:
-            self._text = f"{status} {where}".rstrip() + (f": {message}" if message else "")
-            self._lines += _line(job, status, ": ".join(filter(None, (where, message))))
+            self._text = f"{status} {engine_note}".rstrip() + (f": {message}" if message else "")
+            self._lines += _line(job, status, ": ".join(filter(None, (engine_note, message))))
             if self._appeared:
                 self._draw()
 
@@ -96,6 +97,7 @@ class Display:
                 self._bars.update(self._task(way, total), completed=num_bytes, total=total)
 
     def _appear(self) -> None:
+        """Begin to show, by the timer's thread, as the trace has taken ``_QUIET_S``."""
         with self._lock:
             if self._timer is None:  # the trace is over
                 return
@@ -116,6 +118,7 @@ class Display:
                 self._bars.start()
 
     def _draw(self) -> None:
+        """Show the status, or on no terminal its new lines; the lock is held."""
         if self._bars is not None:
             self._bars.update(self._task("", None), description=self._text)
         else:
@@ -124,6 +127,7 @@ class Display:
         self._lines = ""
 
     def _task(self, name: str, total: int | None) -> TaskID:
+        """Return the progress bar of a transfer, or of the status for an empty name; made when first used."""
         assert self._bars is not None  # noqa: S101 - otherwise there are no tasks
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total)

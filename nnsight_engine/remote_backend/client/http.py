@@ -73,6 +73,7 @@ class HttpTransport:
     # Traces.
 
     def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        """Send a trace and yield the response's frames; one that may have started is not sent again."""
         response = self._with_retries(lambda: self._post("/v1/traces", request, progress, stream=True))
         reader = FrameReader(MAX_FRAME_BYTES)
         try:
@@ -85,6 +86,7 @@ class HttpTransport:
             response.close()
 
     async def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
+        """Send a trace and yield frames as they arrive; it is sent again until the server takes it."""
         reader, content = FrameReader(MAX_FRAME_BYTES), request.to_bytes()
         tries = Retry(self.url, is_repeatable=False)
         async with httpx.AsyncClient(timeout=_timeout(), headers=self._headers()) as client:
@@ -116,6 +118,7 @@ class HttpTransport:
     # Jobs.
 
     def submit(self, request: TraceRequest, progress: Progress | None = None) -> dict[str, Any]:
+        """Send a trace as a job; its key lets the server recognize a repeated request."""
         key = {"Idempotency-Key": uuid.uuid4().hex}
         answer = self._with_retries(
             lambda: self._post("/v1/jobs", request, progress, headers=key), is_repeatable=True
@@ -137,7 +140,7 @@ class HttpTransport:
         tries, tag, num_bytes = Retry(self.url), "", 0
         reader, frames = FrameReader(MAX_FRAME_BYTES), list[Frame]()
         while True:
-            before = num_bytes
+            num_bytes_before = num_bytes
             headers = {"range": f"bytes={num_bytes}-", "if-range": tag} if num_bytes else {}
             try:
                 response = self._send("GET", f"/v1/jobs/{job_id}/result", headers=headers, stream=True)
@@ -151,7 +154,7 @@ class HttpTransport:
                         _report(reader, progress)
                 break
             except (httpx.TransportError, RemoteError) as error:
-                if num_bytes > before:
+                if num_bytes > num_bytes_before:
                     tries.progressed()
                 tries.wait(error)
         if not reader.is_between:
@@ -167,12 +170,12 @@ class HttpTransport:
             end: The monotonic time of a ``TimeoutError``.
             run: Runs the parts of the job's blocks that its server requests.
         """
-        last, tries = after, Retry(self.url)
+        last_number, tries = after, Retry(self.url)
         while True:
             try:
                 connected = self._events if run is None else functools.partial(self._events_and_calls, run)
-                for event in connected(job_id, last, end):
-                    last = event["id"]
+                for event in connected(job_id, last_number, end):
+                    last_number = event["id"]
                     tries.progressed()
                     yield event
                 # A stopped server ends the stream as the end of a job does, and the stream of a job that was
@@ -193,6 +196,7 @@ class HttpTransport:
         return JobStatus(answer["status"]).is_final
 
     def _events(self, job_id: str, after: int, end: float | None) -> Iterator[dict[str, Any]]:
+        """Yield a job's events from one connection, of server-sent events, to its end."""
         response = self._send(
             "GET",
             f"/v1/jobs/{job_id}/events?after={after}",
@@ -255,6 +259,7 @@ class HttpTransport:
         headers: dict[str, str] | None = None,
         stream: bool = False,
     ) -> httpx.Response:
+        """Post a trace; a large one goes in chunks, whose progress is shown."""
         content = request.to_bytes()
         sent = {"content-type": MEDIA_TYPE, "content-length": str(len(content)), **(headers or {})}
         is_large = len(content) > _CHUNK_BYTES
@@ -271,6 +276,7 @@ class HttpTransport:
         stream: bool = False,
         read_s: float = _READ_S,
     ) -> httpx.Response:
+        """Send one request through the process's pool; raise RemoteError for an error status."""
         client = _client(os.getpid())
         request = client.build_request(
             method,
@@ -289,6 +295,7 @@ class HttpTransport:
     def _with_retries(
         self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
     ) -> httpx.Response:
+        """Return the first response; a request that may have been processed is repeated if it may be."""
         tries = Retry(self.url, is_repeatable=is_repeatable)
         while True:
             try:
@@ -314,6 +321,7 @@ def _seconds_until(end: float | None, without_end: float) -> float:
 
 
 def _chunks(content: bytes, progress: Progress | None) -> Iterator[bytes]:
+    """Yield a body in parts, reporting each once the next is asked for, when it has been sent."""
     for start in range(0, len(content), _CHUNK_BYTES):
         yield content[start : start + _CHUNK_BYTES]
         if progress is not None:
@@ -321,12 +329,14 @@ def _chunks(content: bytes, progress: Progress | None) -> Iterator[bytes]:
 
 
 def _report(reader: FrameReader, progress: Progress | None) -> None:
+    """Report the download of the frame that is being read, if it is large."""
     pending = reader.pending
     if progress is not None and pending is not None and pending[1] > _SHOWN_BYTES:
         progress("download", *pending)
 
 
 def _received(socket: ClientConnection, run: RunPart, end: float | None) -> Iterator[dict[str, Any]]:
+    """Yield events from a job's WebSocket; answer the server's calls with what ``run`` returns."""
     reader = FrameReader(MAX_FRAME_BYTES)
     while True:
         message = socket.recv(timeout=None if end is None else _seconds_until(end, _READ_S))

@@ -72,8 +72,8 @@ class ServerStatus:
         for column in ("model", "also called", "running", "traces run on"):
             table.add_column(column)
         for model in self.models:
-            others = ", ".join(name for name in model.names if name != model.name)
-            table.add_row(model.name, others, "yes" if model.running else "no", ", ".join(model.engines))
+            other_names = ", ".join(name for name in model.names if name != model.name)
+            table.add_row(model.name, other_names, "yes" if model.running else "no", ", ".join(model.engines))
         return table
 
     def __str__(self) -> str:

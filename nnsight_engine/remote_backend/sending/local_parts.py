@@ -13,7 +13,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from types import CellType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -87,6 +87,7 @@ def place_of(nested: Nested) -> Place:
 
 
 def names_read(body: Sequence[ast.stmt], class_name: str | None) -> frozenset[str]:
+    """Return the variables that a body may read; those that it only assigns are left out."""
     stored, read = set[str](), set[str]()
     for node in (node for statement in body for node in ast.walk(statement)):
         match node:
@@ -106,10 +107,19 @@ def local_parts(parts: Sequence[SentPart], tracer: Tracer, dialect: Dialect) -> 
     return LocalParts(parts, statements, dialect) if any(statements) else None
 
 
+class _Answer(NamedTuple):
+    """The response to a request, by its attempt and turn; empty while the part runs."""
+
+    attempt: str
+    turn: int
+    data: bytes
+
+
 class LocalParts:
     """The parts of one trace that run here; ``local_names`` are the names that only these bodies mention."""
 
     def __init__(self, parts: Sequence[SentPart], statements: Sequence[_Found], dialect: Dialect) -> None:
+        """Find the names that only these bodies mention, and give the bodies cells of their own."""
         self._statements = statements
         self._dialect = dialect
         self._infos = [part.info for part in parts]
@@ -133,7 +143,7 @@ class LocalParts:
         self._saved: list[dict[str, Any]] = [{} for _ in parts]
         self._flows: list[dict[str, Any]] = [{} for _ in parts]
         self._error: BaseException | None = None
-        self._last_answer: tuple[str, int, bytes] | None = None
+        self._last_answer: _Answer | None = None
 
     def run(self, data: bytes | bytearray | memoryview) -> bytes:
         """Run the part that the engine requests, and return the response, which reports any error."""
@@ -144,7 +154,7 @@ class LocalParts:
             self._error = error
             answer = encode(plain(PartResult(error=encode_error(error))))
             if self._last_answer is not None:
-                self._last_answer = (*self._last_answer[:2], answer)
+                self._last_answer = self._last_answer._replace(data=answer)
             return answer
         finally:
             SAVES.exit()
@@ -164,43 +174,49 @@ class LocalParts:
         ]
 
     def _is_own(self, error: BaseException | None) -> bool:
-        mine = self._error
-        if mine is None or error is None:
+        """Return whether a server's error is the one that a part raised here, which the server sent back."""
+        own_error = self._error
+        if own_error is None or error is None:
             return False
-        return (type(mine).__qualname__, str(mine)) == (type(error).__qualname__, str(error))
+        return (type(own_error).__qualname__, str(own_error)) == (type(error).__qualname__, str(error))
 
     def _run(self, data: bytes | bytearray | memoryview) -> bytes:
+        """Run the requested part on the sent values; a request that is repeated gets the earlier answer.
+
+        One turn after the other is run, and those of one attempt alone: a part must not run twice.
+        """
         dialect = self._dialect
         decoded = decode(data, resolve=dialect.resolver({}), policy=dialect.policy)
         part_request = read_part(decoded, PartRequest)
-        if self._last_answer is not None and self._last_answer[:2] == (
+        last_answer = self._last_answer
+        if last_answer is not None and (last_answer.attempt, last_answer.turn) == (
             part_request.attempt,
             part_request.turn,
         ):
-            return self._last_answer[2]  # the earlier response was lost with its connection
-        attempt = part_request.attempt if self._last_answer is None else self._last_answer[0]
-        if (self._last_answer is None) != (part_request.turn == 0) or attempt != part_request.attempt:
+            return last_answer.data  # the earlier response was lost with its connection
+        attempt = part_request.attempt if last_answer is None else last_answer.attempt
+        if (last_answer is None) != (part_request.turn == 0) or attempt != part_request.attempt:
             raise LocalBlockError.repeated()
-        self._last_answer = (part_request.attempt, part_request.turn, b"")
+        self._last_answer = _Answer(part_request.attempt, part_request.turn, b"")
         block, cells = self._block(part_request), self._cells[part_request.block]
         for name in block.stored:
             cells.setdefault(name, CellType())
         for name, value in part_request.values.items():
             cells.setdefault(name, CellType()).cell_contents = value
-        before = {name: self._state(value) for name, value in part_request.values.items()}
+        states_before = {name: self._state(value) for name, value in part_request.values.items()}
         assignments = self._assignments[part_request.block]
         info = Info(block, cells, None, self._infos[part_request.block].globals_)
-        counts = {name: assignments[name] for name in block.stored}
+        num_assignments = {name: assignments[name] for name in block.stored}
         run = compiled(info, cells, assignments=assignments)
         with _Values():
             run()
         for name, value in part_request.values.items():
-            if self._state(value) != before[name]:
+            if self._state(value) != states_before[name]:
                 raise LocalBlockError.changed(name)
         self._exchanges[part_request.block].publish()
-        assigned = {name for name, count in counts.items() if assignments[name] != count}
+        assigned = {name for name, count in num_assignments.items() if assignments[name] != count}
         answer = self._answer(part_request, assigned, cells)
-        self._last_answer = (part_request.attempt, part_request.turn, answer)
+        self._last_answer = _Answer(part_request.attempt, part_request.turn, answer)
         return answer
 
     def _block(self, part_request: PartRequest) -> Block:
@@ -227,7 +243,7 @@ class LocalParts:
         """Store the assigned values that stay here, and return the others as a message."""
         wanted = self._infos[part_request.block].wanted
         saved, flows = self._saved[part_request.block], self._flows[part_request.block]
-        done = PartResult()
+        result = PartResult()
         for name in sorted(assigned):
             value = content(cells[name])
             if name in self.local_names:
@@ -238,15 +254,16 @@ class LocalParts:
                 elif value is not UNBOUND and name in wanted:
                     flows[name] = value
             elif value is UNBOUND:
-                done.deleted.append(name)
+                result.deleted.append(name)
             else:
-                done.values[name] = value
-        done.saved = [name for name, value in done.values.items() if SAVES.keeps(value)]
-        done.computed = [name for name, value in done.values.items() if _is_computed(value)]
+                result.values[name] = value
+        result.saved = [name for name, value in result.values.items() if SAVES.keeps(value)]
+        result.computed = [name for name, value in result.values.items() if _is_computed(value)]
         names = {id(value): name for name, value in part_request.values.items()}
-        return encode(plain(done), reference=lambda value: self._reference(value, names))
+        return encode(plain(result), reference=lambda value: self._reference(value, names))
 
     def _reference(self, value: Any, names: Mapping[int, str]) -> tuple[str, ...] | None:
+        """Name a value that the engine sent, or that the server has itself; None for what must be sent."""
         name = names.get(id(value))
         return (GIVEN, name) if name is not None else self._dialect.reference(value, [])
 
@@ -272,6 +289,7 @@ class _LocalVariables:
 
 
 def _statements(part: SentPart, tracer: Tracer) -> _Found:
+    """Return a block's ``with tracer.local():`` statements by position, whatever the tracer's name is."""
     info = part.info
     names = {name for name, cell in part.cells.items() if content(cell) is tracer}
     by_line = {}
@@ -289,6 +307,7 @@ class _Stripper(ast.NodeTransformer):
         self._places = places
 
     def visit_With(self, node: ast.With) -> ast.AST:
+        """Remove a local statement's body, and its items after ``tracer.local()``."""
         num_left = self._places.get((node.lineno, node.col_offset))
         if num_left is not None and num_left <= len(node.items):
             node.items = node.items[: len(node.items) - num_left + 1]
@@ -297,6 +316,7 @@ class _Stripper(ast.NodeTransformer):
 
 
 def _without(body: Sequence[ast.stmt], statements: _Found) -> list[ast.stmt]:
+    """Return copies of a block's statements, without the bodies of local ones."""
     if not statements:
         return list(body)
     places: dict[tuple[int, int], int] = {}
@@ -307,14 +327,15 @@ def _without(body: Sequence[ast.stmt], statements: _Found) -> list[ast.stmt]:
 
 
 def _is_computed(value: Any) -> bool:
-    flags: list[bool] = []
+    """Return whether a value has a tensor with a gradient function, which cannot be sent."""
+    have_gradients: list[bool] = []
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        flags.append(tensor.grad_fn is not None)
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        have_gradients.append(tensor.grad_fn is not None)
         return tensor
 
-    map_tensors(value, look)
-    return any(flags)
+    map_tensors(value, note)
+    return any(have_gradients)
 
 
 class _Values(TorchFunctionMode):
@@ -323,6 +344,7 @@ class _Values(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call torch's function, unless it would get meta tensors and real ones."""
         arguments = [*args, *(kwargs or {}).values()]
         are_meta = {argument.is_meta for argument in arguments if isinstance(argument, torch.Tensor)}
         if len(are_meta) > 1:

@@ -115,6 +115,7 @@ class SentRemotely:
         streams: bool,
         accepts: Sequence[str],
     ) -> None:
+        """Encode the blocks, their inputs and edits as a request; the saved containers are updated later."""
         self._dialect = dialect
         is_session = isinstance(tracer, Session)
         if isinstance(tracer, Session):
@@ -226,7 +227,9 @@ class TransformersDialect(Dialect):
         self.fingerprint = "" if config is None else fingerprint_of(config)
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
+        """Return the inputs of all invokes or of the trace, what is called, and the modes around it."""
         invokers = [invoker for invoker in tracer.invokers if isinstance(invoker, Invoker)]
+        # A trace without invokes has its own inputs.
         sources: list[Tracer] = [*invokers] or [tracer]
         method = self._method(tracer)
         shared = {
@@ -246,6 +249,7 @@ class TransformersDialect(Dialect):
         return added_part(self._envoy, codec)
 
     def _surroundings(self) -> dict[str, Any]:
+        """Return the user's names of modules and torch's modes, which hold around the trace."""
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise EncodeError(
                 "torch.autocast around a trace does not reach a server, whose devices may be others: enter "

@@ -40,11 +40,11 @@ def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference
 
     An unknown barrier is appended. A part of another model raises an ``EncodeError``.
     """
-    place = place_of(value, model)
-    if place is not None:
-        return place
+    location = place_of(value, model)
+    if location is not None:
+        return location
     if isinstance(value, Barrier):
-        number = next((at for at, barrier in enumerate(barriers) if barrier is value), len(barriers))
+        number = next((index for index, barrier in enumerate(barriers) if barrier is value), len(barriers))
         if number == len(barriers):
             barriers.append(value)
         return ("barrier", str(number), str(value.participants))
@@ -76,6 +76,7 @@ def place_of(value: Any, model: Envoy) -> Reference | None:
 
 
 def _points_of(value: Points | PointGroup, model: Envoy) -> Reference:
+    """Return the reference of all standard points of a model, or of a group of them by its prefix."""
     points = value if isinstance(value, Points) else value.__dict__["_points"]
     if points is not model._root.__dict__.get("_points"):  # noqa: SLF001 - an envoy of ours
         _refuse_other("points")
@@ -83,6 +84,7 @@ def _points_of(value: Points | PointGroup, model: Envoy) -> Reference:
 
 
 def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Reference:
+    """Return the path of the module that an operation is in, then the calls that lead to it."""
     path = str(value.path)
     modules = (str(envoy.path) for envoy in model._root._walk())  # noqa: SLF001 - an envoy of ours
     module = max(
@@ -93,10 +95,11 @@ def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Referenc
 
 
 def _tensor_of(value: torch.Tensor, module: torch.nn.Module) -> Reference | None:
+    """Return the name of a parameter or buffer of the model; None for values, which are sent."""
     if not isinstance(value, torch.nn.Parameter) and not value.is_meta:
         return None
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    return next((("tensor", name) for name, tensor in named if tensor is value), None)
+    named_tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return next((("tensor", name) for name, tensor in named_tensors if tensor is value), None)
 
 
 def _refuse_other(path: str) -> NoReturn:
@@ -126,6 +129,7 @@ class ObjectReferences:
             ) from error
 
     def _finders(self) -> dict[str, Callable[..., Any]]:
+        """Return how references of each kind are resolved, from the rest of the reference."""
         model, root, tracer = self._model, self._model._root, self._tracer  # noqa: SLF001 - an envoy of ours
         finders: dict[str, Callable[..., Any]] = {
             "envoy": self._envoy,
@@ -158,10 +162,11 @@ class ObjectReferences:
         return envoy
 
     def _operation(self, kind: str, module: str, *calls: str) -> SourceEnvoy | OperationEnvoy:
+        """Return the operation that calls within a module's source lead to, or with ``source`` its source."""
         operation: SourceEnvoy | OperationEnvoy = self._envoy(module).source
         for call in calls:
-            within = operation.source if isinstance(operation, OperationEnvoy) else operation
-            operation = within.operations[call]
+            source = operation.source if isinstance(operation, OperationEnvoy) else operation
+            operation = source.operations[call]
         return operation.source if kind == "source" and isinstance(operation, OperationEnvoy) else operation
 
 
@@ -178,6 +183,7 @@ _NOTHING: Final = object()
 
 
 def added_part(model: Envoy, codec: Codec) -> list[bytes]:
+    """Return the modules that the user has added, as one message; no message without any."""
     added = model._root._added  # noqa: SLF001 - an envoy of ours
     if not added:
         return []
@@ -197,7 +203,7 @@ def attached(
     model: Envoy, parts: Sequence[bytes | memoryview], codec: str, resolve: Resolve
 ) -> Iterator[None]:
     """Attach a request's modules to a model's tree; restore the tree on exit."""
-    before: list[_Before] = []
+    states: list[_Before] = []
     known = model._root._by_module  # noqa: SLF001 - an envoy of ours
     by_module = dict(known)
     try:
@@ -205,13 +211,13 @@ def attached(
             shared = decode_blocks(codec, part, resolve=resolve, trusted=True).shared
             for parent, name, module in _checked(shared.get(_ADDED)):
                 envoy = _parent(resolve, parent)
-                before.append(_Before(envoy, name))
+                states.append(_Before(envoy, name))
                 _add(envoy, name, module)
         yield
     finally:
-        for state in reversed(before):
+        for state in reversed(states):
             state.restore()
-        if before:
+        if states:
             known.clear()
             known.update(by_module)
             model._root.__dict__["_probes"] = None  # noqa: SLF001 - the same
@@ -219,6 +225,7 @@ def attached(
 
 class _Before:
     def __init__(self, envoy: Envoy, name: str) -> None:
+        """Remember what adding a child of this name to an envoy changes."""
         self._envoy = envoy
         self._class = type(envoy)
         self._name = name
@@ -226,6 +233,7 @@ class _Before:
         self._children, self._names = [*envoy._children], [*envoy._names]  # noqa: SLF001 - an envoy of ours
 
     def restore(self) -> None:
+        """Remove the child that was added, or put back what had its name."""
         envoy = self._envoy
         # Adding the child may have replaced the class, to free the name.
         object.__setattr__(envoy, "__class__", self._class)
@@ -237,6 +245,7 @@ class _Before:
 
 
 def _checked(added: Any) -> list[tuple[str, str, torch.nn.Module]]:
+    """Return a message's added modules: the parent's path, the name and the module of each."""
     kinds = (str, str, torch.nn.Module)
     if not isinstance(added, list) or not all(
         isinstance(path, tuple) and len(path) == len(kinds) and all(map(isinstance, path, kinds))

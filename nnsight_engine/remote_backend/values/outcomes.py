@@ -163,7 +163,7 @@ def _pairs(before: Any, saved: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def assign_saved(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
-    """Assign the saved values, issue warnings, then raise the first error or ``LostTraceError``."""
+    """Assign saved values and ``flows``; raise the first error or ``LostTraceError``, else issue warnings."""
     for index, part in enumerate(parts):
         of_block = [outcome for outcome in outcomes if outcome.index == index]
         for name, value in by_name([outcome.flows for outcome in of_block]).items():
@@ -223,7 +223,7 @@ def groups_of(parts: Sequence[SentPart]) -> list[dict[str, int]]:
 
 
 def _fill(original: Any, value: Any, originals: Mapping[int, Any]) -> None:
-    """Replace the contents of a user's container; ``own`` are those, by ``id`` of the returned ones."""
+    """Replace a user's container's contents; ``originals`` are the user's, by ``id`` of the returned ones."""
     if isinstance(original, list):
         original[:] = [originals.get(id(item), item) for item in value]
     elif isinstance(original, dict):

@@ -48,6 +48,7 @@ def mentioned_in(code: CodeType) -> set[str]:
 
 
 def nested_codes(code: CodeType, *, at_once: bool = False) -> Iterator[CodeType]:
+    """Yield a code object and all in it; ``at_once`` leaves out functions that run later or never."""
     waiting = [code]
     while waiting:
         code_object = waiting.pop()
@@ -135,14 +136,14 @@ def compile_function(
     node = definition_of(fragment)
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
-    first = first_line(node)
+    line = first_line(node)
     _prepare(node, fragment, check)
     body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
     if not isinstance(node, ast.Lambda) and node.name not in variables:
         # The function's own name, used inside it, is a global and not a variable of the wrapper.
         body.insert(0, ast.Global(names=[node.name]))
     code = _only(_compiled(body, fragment, variables), fragment.name)
-    return _renamed(code, code.co_qualname, fragment.qualname).replace(co_firstlineno=first)
+    return _renamed(code, code.co_qualname, fragment.qualname).replace(co_firstlineno=line)
 
 
 def compile_class(fragment: SourceFragment, variables: Sequence[str], check: Check | None = None) -> CodeType:
@@ -180,7 +181,7 @@ def named_bases(fragment: SourceFragment) -> dict[str, int]:
     bases = node.bases if isinstance(node, ast.ClassDef) else []
     if any(isinstance(base, ast.Starred) for base in bases):
         return {}
-    return {base.id: at for at, base in enumerate(bases) if isinstance(base, ast.Name)}
+    return {base.id: index for index, base in enumerate(bases) if isinstance(base, ast.Name)}
 
 
 def first_line(node: ast.stmt | ast.expr) -> int:
@@ -190,6 +191,7 @@ def first_line(node: ast.stmt | ast.expr) -> int:
 
 
 def _move(error: SyntaxError, num_lines: int) -> None:
+    """Move a syntax error from its line in the parsed text to that in the file."""
     if error.lineno is not None:
         error.lineno += num_lines
     if error.end_lineno is not None:
@@ -202,6 +204,7 @@ def type_parameters(fragment: SourceFragment) -> frozenset[str]:
 
 
 def _lambda_at(fragment: SourceFragment) -> ast.Lambda:
+    """Return a fragment's lambda, parsed in parentheses, at the lines and columns of its file."""
     try:
         body = parse(f"({fragment.text}\n)", fragment.filename).body
     except SyntaxError as error:
@@ -225,6 +228,7 @@ def _prepare(
     fragment: SourceFragment,
     check: Check | None,
 ) -> None:
+    """Check a definition's name, remove what the sender has evaluated, and apply the policy's check."""
     name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
     if name != fragment.name:
         raise SyntaxError(f"the text defines {name}, not {fragment.name}")
@@ -238,14 +242,14 @@ def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     """Remove the parts evaluated at definition time: the sender has evaluated them and sends their values."""
     arguments = node.args
     arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
-    every = [
+    all_arguments = [
         *arguments.posonlyargs,
         *arguments.args,
         *arguments.kwonlyargs,
         arguments.vararg,
         arguments.kwarg,
     ]
-    for argument in every:
+    for argument in all_arguments:
         if argument is not None:
             argument.annotation = None
     if not isinstance(node, ast.Lambda):
@@ -255,6 +259,7 @@ def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
 
 
 def _compiled(body: list[ast.stmt], fragment: SourceFragment, variables: Sequence[str]) -> CodeType:
+    """Compile a body in a wrapper function, whose parameters are the free variables of the body's code."""
     owner = ast.FunctionDef(name=_OWNER, args=parameters(variables), body=body, decorator_list=[])
     top: ast.stmt = owner
     if fragment.class_name is not None:
@@ -282,21 +287,19 @@ def _only(code: CodeType, name: str) -> CodeType:
 
 
 def _renamed(code: CodeType, before: str, after: str) -> CodeType:
-    constants = tuple(
-        _renamed(constant, before, after)
-        if isinstance(constant, CodeType)
-        else (
-            after + constant[len(before) :]
-            if isinstance(constant, str) and _within(constant, before)
-            else constant
-        )
-        for constant in code.co_consts
-    )
+    """Return code whose qualified names, its own and those in it, begin with ``after`` and not ``before``."""
+
+    def renamed(constant: object) -> object:
+        if isinstance(constant, CodeType):
+            return _renamed(constant, before, after)
+        if isinstance(constant, str) and _within(constant, before):
+            return after + constant[len(before) :]
+        return constant
+
     name = code.co_qualname
-    return code.replace(
-        co_consts=constants, co_qualname=after + name[len(before) :] if _within(name, before) else name
-    )
+    qualname = after + name[len(before) :] if _within(name, before) else name
+    return code.replace(co_consts=tuple(map(renamed, code.co_consts)), co_qualname=qualname)
 
 
-def _within(name: str, around: str) -> bool:
-    return name == around or name.startswith(f"{around}.")
+def _within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")

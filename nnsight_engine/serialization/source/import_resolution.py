@@ -37,6 +37,7 @@ def unregister_by_value(module: ModuleType | str) -> None:
 
 
 def is_importable(module: str) -> bool:
+    """Return whether the other side has a module: Python's, installed or ours, not the user's own."""
     top = module.partition(".")[0]
     if top == "__main__" or any(module == name or module.startswith(f"{name}.") for name in _by_value):
         return False
@@ -69,6 +70,7 @@ def name_of(value: Any) -> tuple[str, str] | None:
 
 
 def lookup(module: str, name: str) -> Any:
+    """Return what a loaded module has under a name, which may be dotted; None if it has nothing."""
     loaded = sys.modules.get(module)
     try:
         return operator.attrgetter(name)(loaded)

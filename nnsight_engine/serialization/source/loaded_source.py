@@ -57,6 +57,7 @@ def fragment_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFrag
 
 
 def _fragment_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> SourceFragment | None:
+    """Return the smallest definition in a text that compiles to this code; None if none does."""
     if code.co_name == "<lambda>":
         near = [
             candidate for candidate in _beginning_at(source, code) if isinstance(candidate[0], ast.Lambda)
@@ -75,9 +76,11 @@ def _fragment_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -
 def fragment_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]]:
     """Return the source of a class, the code of its body, and the globals in which it was defined."""
     for source, globals_ in _sources_of(kind):
-        every = itertools.chain.from_iterable(_by_first_line(source.tree).values())
+        definitions = itertools.chain.from_iterable(_by_first_line(source.tree).values())
         nodes = [
-            node for node, _, name in every if name == kind.__qualname__ and isinstance(node, ast.ClassDef)
+            node
+            for node, _, name in definitions
+            if name == kind.__qualname__ and isinstance(node, ast.ClassDef)
         ]
         if not nodes:
             continue
@@ -121,6 +124,7 @@ def _by_first_line(tree: ast.Module) -> Mapping[int, Sequence[_Found]]:
 
 
 def _definitions(tree: ast.Module) -> Iterator[_Found]:
+    """Yield all definitions of a file, each with its enclosing class and qualified name."""
     waiting: list[tuple[ast.AST, str | None, str]] = [(tree, None, "")]
     while waiting:
         node, class_name, prefix = waiting.pop()
@@ -139,11 +143,12 @@ def _is_def_of(node: _Definition, code: CodeType) -> bool:
 
 
 def _is_body_of(node: _Definition, code: CodeType) -> bool:
+    """Return whether an instruction of the code has exactly the position of a lambda's body."""
     body = node.body
     if not isinstance(body, ast.expr):
         return False
-    whole = (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset)
-    return whole in list(code.co_positions())
+    position = (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset)
+    return position in list(code.co_positions())
 
 
 def _size(node: _Definition) -> tuple[int, int]:
@@ -153,19 +158,20 @@ def _size(node: _Definition) -> tuple[int, int]:
 def _defines(fragment: SourceFragment, code: CodeType, *, exactly: bool) -> bool:
     """Return whether the text compiles to this code, which a tool may have rewritten unless ``exactly``."""
     try:
-        made = compile_function(fragment, code.co_freevars)
+        compiled = compile_function(fragment, code.co_freevars)
     except SyntaxError:
         return False
     signature = code.co_argcount + code.co_kwonlyargcount
     return (
-        made.co_varnames[:signature] == code.co_varnames[:signature]
-        and made.co_argcount == code.co_argcount
-        and set(made.co_freevars) == set(code.co_freevars)
-        and (not exactly or _parts(made) == _parts(code))
+        compiled.co_varnames[:signature] == code.co_varnames[:signature]
+        and compiled.co_argcount == code.co_argcount
+        and set(compiled.co_freevars) == set(code.co_freevars)
+        and (not exactly or _parts(compiled) == _parts(code))
     )
 
 
 def _parts(code: CodeType) -> tuple[Any, ...]:
+    """Return what equal code has in common, whatever its file and lines are."""
     constants = [
         _parts(constant) if isinstance(constant, CodeType) else (type(constant), repr(constant))
         for constant in code.co_consts
@@ -176,6 +182,7 @@ def _parts(code: CodeType) -> tuple[Any, ...]:
 def _fragment(
     source: SourceText, node: _Definition, name: str, qualname: str, class_name: str | None, flags: int
 ) -> SourceFragment:
+    """Return a definition's whole lines as a fragment; of a lambda only the expression, by its columns."""
     first, column = first_line(node), WHOLE_LINES
     lines = list(source.lines[first - 1 : node.end_lineno])
     if isinstance(node, ast.Lambda):
@@ -189,6 +196,7 @@ def _fragment(
 
 
 def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
+    """Yield the texts that may define a class, with its globals: by its methods, its module, and cells."""
     for function in functions_of(kind):
         code = function.__code__
         # The attributes of an enum include methods of its bases.
@@ -219,6 +227,7 @@ def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
 
 
 def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDef:
+    """Return the last definition that holds methods of the loaded class; the last of all if none does."""
     codes = [function.__code__ for function in functions_of(kind)]
     lines = {code.co_firstlineno for code in codes if code.co_filename == filename}
     holding = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
@@ -255,6 +264,7 @@ def _mangled(name: str, class_name: str) -> str:
 
 
 def _body_of(source: SourceText, qualname: str, line: int) -> CodeType:
+    """Return the code of a class's body, from a compilation of its whole file."""
     try:
         module = compile(source.tree, source.filename, "exec", flags=_ALLOWS_AWAIT, dont_inherit=True)
     except SyntaxError as error:

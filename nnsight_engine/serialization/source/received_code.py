@@ -37,13 +37,16 @@ class SourceCache:
         self._lock = threading.Lock()
 
     def register(self, filename: str, line: int, text: str, *, is_quoted: bool = False) -> None:
-        """Register a text of a file that does not exist here; one quoted in errors never mixes with code."""
+        """Register a text of a file that does not exist here; one quoted in errors never mixes with code.
+
+        A name that has a file, or an entry of other code, is left alone; over a limit the oldest are dropped.
+        """
         with self._lock:
             entry = linecache.cache.get(filename)
-            shown: object = entry[2] if entry is not None and len(entry) > 2 else None
-            held = self._files.get(filename)
-            is_known = shown is not None and shown is held
-            if is_known and held is not None and held.is_quoted != is_quoted:
+            shown_lines: object = entry[2] if entry is not None and len(entry) > 2 else None
+            known = self._files.get(filename)
+            is_known = shown_lines is not None and shown_lines is known
+            if is_known and known is not None and known.is_quoted != is_quoted:
                 if is_quoted:
                     return
                 self._drop(filename)
@@ -80,6 +83,7 @@ class _Pieces(Lines):
         self._last_line = 0
 
     def insert(self, line: int, text: str) -> int:
+        """Store a text whose first line has this number; return by how many characters the size grew."""
         num_before = self.num_characters
         lines = [f"{text_line}\n" for text_line in text.removesuffix("\n").split("\n")]
         for number, text_line in enumerate(lines, start=line):
@@ -90,8 +94,8 @@ class _Pieces(Lines):
         return self.num_characters - num_before
 
     def _set(self, number: int, line: str) -> None:
-        held = self._lines.get(number)
-        self.num_characters += len(line) + _OF_A_LINE if held is None else len(line) - len(held)
+        previous = self._lines.get(number)
+        self.num_characters += len(line) + _OF_A_LINE if previous is None else len(line) - len(previous)
         self._lines[number] = line
 
     def __len__(self) -> int:
@@ -127,6 +131,7 @@ class CodeCache(Generic[Value]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, num_characters: int, make: Callable[[], Value]) -> Value:
+        """Return the value of a key; it is made outside of the lock, so two threads may both make it."""
         if num_characters > self._longest:
             return make()
         with self._lock:
@@ -134,15 +139,15 @@ class CodeCache(Generic[Value]):
             if entry is not None:
                 self._entries.move_to_end(key)
                 return entry[1]
-        made = make()
+        value = make()
         with self._lock:
-            before = self._entries.pop(key, None)  # another thread may have inserted it meanwhile
-            self._entries[key] = (num_characters, made)
-            self._num_characters += num_characters - (before[0] if before is not None else 0)
+            replaced = self._entries.pop(key, None)  # another thread may have inserted it meanwhile
+            self._entries[key] = (num_characters, value)
+            self._num_characters += num_characters - (replaced[0] if replaced is not None else 0)
             while len(self._entries) > self._max_entries or self._num_characters > self._max_characters:
                 _, (length, _) = self._entries.popitem(last=False)
                 self._num_characters -= length
-        return made
+        return value
 
 
 _CACHE: Final[CodeCache[CodeType]] = CodeCache(512)
