@@ -33,7 +33,7 @@ class GuardedMediaConnector(MediaConnector):
         self._check_url(url)
         try:
             return super().load_from_url(url, media_io, **options)
-        except OSError as error:  # those of requests are
+        except OSError as error:  # the errors of the package requests are
             raise _unreachable(error) from error
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
@@ -58,6 +58,8 @@ class GuardedMediaConnector(MediaConnector):
 
 
 def _naming_decode_errors(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a ``fetch_…`` method of vLLM's connector: its decoding errors become the client's, by ``kind``."""
+
     @functools.wraps(fetch)
     def fetched(*args: Any, **options: Any) -> Any:
         with _decode_errors_named(kind):
@@ -67,6 +69,8 @@ def _naming_decode_errors(kind: str, fetch: Callable[..., Any]) -> Callable[...,
 
 
 def _naming_decode_errors_async(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a ``fetch_…`` method of vLLM's connector: its decoding errors become the client's, by ``kind``."""
+
     @functools.wraps(fetch)
     async def fetched(*args: Any, **options: Any) -> Any:
         with _decode_errors_named(kind):
