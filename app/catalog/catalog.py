@@ -71,7 +71,8 @@ class ContentCache:
         entry = self._entries.get(number)
         if entry is not None:
             self._entries.move_to_end(number)
-            content: ContentT = entry[0]
+            content: ContentT
+            content, _ = entry
             return content
         loaded = await read(number)
         if loaded is None:

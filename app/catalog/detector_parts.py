@@ -116,7 +116,10 @@ def _checked_numbers(
 def detector_of(
     parts: Sequence[Part], bias: float, link: str, threshold: float | None, spec: ModelSpec
 ) -> Detector:
-    """Raise ApiError ``invalid_detector``: two parts read one place; ``not_finite``: beyond float32."""
+    """Return a detector of checked parts.
+
+    Raises ApiError ``invalid_detector``: two parts read one place; ``not_finite``: beyond float32.
+    """
     points_by_site: dict[PlannedSite, str] = {}
     for part in parts:
         (site,) = resolve_sites(part.point, _READ, spec, "parts")

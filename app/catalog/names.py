@@ -37,6 +37,7 @@ MAX_DICTIONARIES: Final = 16
 _MAX_BYTES: Final = 128 * 2**20
 """Maximum bytes of the detectors that a request names, and of the rows that its names resolve to."""
 _NUM_CANDIDATES: Final = 8
+_ITEM_BYTES: Final = 4
 
 ContentT = TypeVar("ContentT")
 
@@ -76,6 +77,7 @@ class StoredNames:
         return tuple([await self._resolve_operation(op, index) for index, op in enumerate(operations)])
 
     async def _resolve_operation(self, op: Intervention, index: int) -> Intervention:
+        """Return an operation without names, also in its condition; ``index`` is its place in the request."""
         param = f"{FIELD}.{index}"
         if any(isinstance(tensor, VectorName) for tensor in tensors_of(op).values()):
             op = await self._resolve_vectors(op, param)
@@ -140,6 +142,7 @@ class StoredNames:
         )
 
     async def _resolve_vectors(self, op: Intervention, param: str) -> Intervention:
+        """Return an operation whose vectors' names are replaced by their rows; raises ApiError."""
         names = {path: tensor for path, tensor in tensors_of(op).items() if isinstance(tensor, VectorName)}
         if isinstance(op, Patch):
             raise ApiError(
@@ -162,6 +165,7 @@ class StoredNames:
     def _layers_of_points(
         self, name: VectorName, row: VersionRow, points: Sequence[Point], param: str
     ) -> tuple[int, ...]:
+        """Return the layers whose rows a name means: its own ``layer``, or those of the ``points``."""
         at, stored_layers = row.head["at"], row.head["layers"]
         if name.layer is not None:
             layers: tuple[int, ...] = (resolve_layer(name.layer, self._num_layers, f"{param}.layer"),)
@@ -182,9 +186,10 @@ class StoredNames:
     def _tensor_of_rows(
         self, row: VersionRow, data: bytes, layers: tuple[int, ...], param: str
     ) -> NamedTensor:
+        """Return a vector's rows of layers, counted and made once in a request."""
         key, width, stored_layers = (row.number, layers), row.head["width"], row.head["layers"]
         if key not in self._tensors:
-            self._row_bytes += 4 * width * len(layers)
+            self._row_bytes += _ITEM_BYTES * width * len(layers)
             if self._row_bytes > _MAX_BYTES:
                 raise ApiError(
                     ErrorCode.TENSOR_TOO_LARGE,

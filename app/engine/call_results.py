@@ -222,7 +222,7 @@ class _Answer:
         self._head_timer: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
-        """Pass on the application's messages: a stream's head at its first token, a body when it is complete."""
+        """Pass on the application's messages: a stream's head at its first token, a body once complete."""
         if message["type"] == "http.response.start":
             self._check_failure(is_error=message["status"] >= HTTPStatus.BAD_REQUEST)
             self._head = message

@@ -249,7 +249,7 @@ class _Frames:
         self._deltas: dict[int, list[tuple[int, bytes]]] = {}
 
     def of(self, event: TraceStarted | TraceEvent | Output) -> Iterator[Frame]:
-        """Yield the frames for an event of the run; deltas of saved values wait for the block's next output."""
+        """Yield the frames for an event of the run; deltas of saved values wait for a block's next output."""
         if isinstance(event, TraceStarted):
             yield event_frame(JobStatus.RUNNING, engine=VLLMTraceEngine.name)
         elif isinstance(event, TraceEvent):
