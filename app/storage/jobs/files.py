@@ -253,6 +253,7 @@ class JobFiles:
 
 
 def _read_mapped(path: Path) -> TraceRequest:
+    """Return a request whose parts are views of the file in memory, read as they are used."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return TraceRequest.from_bytes(b"")
