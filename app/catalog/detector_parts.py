@@ -92,6 +92,7 @@ def _expected_shape(form: Form, name: str, width: int, hidden: int) -> tuple[int
 def _checked_numbers(
     tensor: npt.NDArray[Any] | None, shape: tuple[int, ...], name: str, point: str, param: str
 ) -> Numbers:
+    """Return a tensor in float32, its default if it is missing; ApiError for a wrong shape or number."""
     if tensor is None:
         return np.full(shape, _OPTIONAL[name], np.float32)
     if tensor.shape != shape:

@@ -66,6 +66,7 @@ class StoredNames:
     async def _find(
         self, catalog: Catalog[Any, ContentT], name: NameOrText, param: str
     ) -> tuple[VersionRow, ContentT]:
+        """Return a version and its content by name, read once in a request, and note that it is used."""
         key = catalog.kind.name, name.name, name.id
         if key not in self._by_name:
             self._by_name[key] = await catalog.named(name, self._tenant, param)
@@ -221,6 +222,7 @@ class StoredNames:
     async def _resolve_dictionary(
         self, name: DictionaryName, param: str
     ) -> tuple[NamedDictionary, FeatureLabels]:
+        """Return a named dictionary, its file read ahead, and its labels; a request may name a few."""
         row, config = await self._find(self._dictionaries, name, param)
         if row.id not in self._resolved_dictionaries:
             if len(self._resolved_dictionaries) == MAX_DICTIONARIES:

@@ -88,6 +88,7 @@ class Presets(Catalog[Preset, object]):
         return await asyncio.to_thread(self._content, await self._visible(id_, tenant), tenant)
 
     async def find(self, references: Collection[Reference], tenant: str) -> dict[Reference, PresetContent]:
+        """Return the presets that references mean; without those that mean none."""
         rows = await self._resolved_rows(references, tenant, self.models)
         return await asyncio.to_thread(
             lambda: {reference: self._content(row, tenant) for reference, row in rows.items()}

@@ -98,7 +98,7 @@ class ModelShape:
         return self.num_layers * max(self.widths.values(), default=0)
 
     def width(self, leaf: str, param: str) -> int:
-        """Raise ApiError ``unknown_point``."""
+        """Return how many numbers a layer's ``leaf`` has at one position; ApiError ``unknown_point``."""
         width = self.widths.get(leaf)
         if width is None:
             offered = ", ".join(f"{LAYER_PREFIX}{leaf_name}" for leaf_name in self.widths)

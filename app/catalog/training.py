@@ -145,6 +145,7 @@ class Standardised:
     """
 
     def __init__(self, values: npt.NDArray[Any], num_dimensions: int) -> None:
+        """Standardise ``[samples, width]``; ``num_dimensions`` is the width of all layers together."""
         samples = np.asarray(values, np.float64)
         self.centre, deviation = samples.mean(axis=0), samples.std(axis=0)
         self.scale = np.maximum(deviation, LEAST * deviation.max()) * np.sqrt(num_dimensions)

@@ -68,7 +68,7 @@ class AdapterModels(OpenAIServingModels):
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora_adapter(self, request: UnloadLoRAAdapterRequest) -> str:
-        """Raise ApiError ``model_not_found`` for one not listed; its running requests keep it."""
+        """Drop an adapter, which running requests keep; ApiError ``model_not_found`` for an unknown one."""
         name = request.lora_name
         async with self.lora_resolver_lock[name]:
             adapter = self.lora_requests.pop(name, None)

@@ -159,7 +159,7 @@ def mend_chat(serving: Any, tools: str) -> None:
             _mend(parser, tools, lambda: next(texts).finish_reason == _LENGTH)
         answer = await create(request, watched(), *args, **more)
         cut = {output.index for output in last_outputs if output.finish_reason == _LENGTH}
-        for choice in getattr(answer, "choices", ()):
+        for choice in getattr(answer, "choices", ()):  # vLLM's reason may be that a tool is called
             if choice.index in cut:
                 choice.finish_reason = _LENGTH
         return answer

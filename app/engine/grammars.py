@@ -154,7 +154,7 @@ _MAX_VERDICTS: Final = 1024
 
 
 class Grammars:
-    """``cpu_s`` and ``memory_bytes`` are for the compilation of one grammar."""
+    """Accepts grammars that a process could compile; ``cpu_s`` and ``memory_bytes`` limit each."""
 
     def __init__(
         self,
@@ -252,6 +252,7 @@ class Grammars:
                 del self._compiling[key]
 
     async def _compile_and_cache(self, job: GrammarJob, key: bytes, slot: Slot) -> GrammarVerdict:
+        """Compile a grammar once its slot is granted; a process that has ended is replaced once."""
         await slot.wait_granted()
         try:
             verdict = await self._compile(job)
@@ -268,7 +269,10 @@ class Grammars:
         return verdict
 
     async def _compile(self, job: GrammarJob) -> GrammarVerdict:
-        """Raise ApiError ``queue_full`` if the machine is too busy, OSError if no process can be started."""
+        """Return a forked process's verdict on a grammar.
+
+        Raises ApiError ``queue_full`` if the machine is too busy, OSError if no process can be started.
+        """
         async with await self._fork_child() as child:
             try:
                 answer = await child.answer(msgspec.msgpack.encode(job), job.max_cpu_s * _WALL)
@@ -396,6 +400,7 @@ def _compiled_first(request: Any) -> StructuredOutputsParams | None:
 
 
 def setup_of(engine: InterventionAsyncLLM) -> GrammarSetup:
+    """Return what the process that compiles grammars needs to know of an engine."""
     model, config = engine.vllm_config.model_config, engine.vllm_config.structured_outputs_config
     return GrammarSetup(
         tokenizer=str(model.tokenizer),

@@ -29,7 +29,10 @@ class GuardedMediaConnector(MediaConnector):
     """Loads media from ``data:`` URLs, and from hosts and folders that the operator has named."""
 
     def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
-        """Raise VLLMValidationError for a URL not allowed, VLLMUnprocessableEntityError for a failure."""
+        """Load media as vLLM does, from a URL that is allowed.
+
+        Raises VLLMValidationError for one that is not, VLLMUnprocessableEntityError for a failure.
+        """
         self._check_url(url)
         try:
             return super().load_from_url(url, media_io, **options)
@@ -37,6 +40,7 @@ class GuardedMediaConnector(MediaConnector):
             raise _unreachable(error) from error
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
+        """Load media as vLLM does, from a URL that is allowed; raises as ``load_from_url``."""
         self._check_url(url)
         try:
             return await super().load_from_url_async(url, media_io, **options)
@@ -89,7 +93,7 @@ for _kind in _KINDS:
 
 @contextlib.contextmanager
 def _decode_errors_named(kind: str) -> Iterator[None]:
-    """Raise VLLMValidationError for any error: decoders have no common class for broken data."""
+    """Raise VLLMValidationError, which names ``kind``, for what decoders raise: they have no common class."""
     try:
         yield
     except (VLLMClientError, ValueError, TypeError):  # wrong requests, to vLLM too

@@ -127,6 +127,7 @@ def _comparable(name: str) -> str:
 
 
 def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
+    """Return what clients may know of the served model: its points, operations, limits and sizes."""
     operations = {operation for leaf in spec.leaves for operation in leaf.operations}
     generates = any(leaf.name == "logits" for leaf in spec.leaves)
     operations |= {"trace"} if generates and takes_code(settings) else set()

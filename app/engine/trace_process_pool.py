@@ -286,6 +286,7 @@ class _ProcessSlot:
                 await asyncio.sleep(_RETRY_S)
 
     async def _run_next(self) -> None:
+        """Run the next trace of the queue; its errors are for its client, and do not end the slot."""
         if self._traces.starts_ahead:
             with contextlib.suppress(ApiError):
                 await self._ready_process()
@@ -470,6 +471,7 @@ class _ProcessSlot:
 
 
 async def _receive_status(child: TraceProcess) -> dict[str, Any]:
+    """Return a process's next message, which is about its own state and not about a trace."""
     message = (await child.frame()).json()
     if not isinstance(message, dict):
         raise DecodeError("the first message of a trace process must be an object")

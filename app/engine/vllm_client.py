@@ -354,6 +354,7 @@ class VLLMEngineClient:
         streams: bool,
         in_background: bool = False,
     ) -> ASGIApp:
+        """Return vLLM's application for one request, with the call of its interventions if it has some."""
         if in_background:
             return BackgroundApp(self._vllm_app, self._vllm_app.serving("openai_serving_responses"))
         if not interventions:
@@ -365,6 +366,7 @@ class VLLMEngineClient:
         self._vllm_app.check_body(path, fields)
 
     async def tokenize(self, request: TokenizeRequest, http: Request) -> EngineReply:
+        """Return tokens with their texts; of ids that the client sends, vLLM only checks the request."""
         serving, sent_ids = self._vllm_app.state.serving_tokenization, ids_of(request)
         serve = serving.create_tokenize if sent_ids is None else serving.create_detokenize
         vllm_request = await tokenize_request(request, self.engine.spec)

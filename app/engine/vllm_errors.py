@@ -234,6 +234,7 @@ def _next_step(param: str | None, *, is_given: bool) -> str:
 
 
 def _is_huge(value: object) -> bool:
+    """Return whether a JSON value has an integer that does not fit into 64 bits with a sign."""
     if isinstance(value, int):
         return value.bit_length() > _BITS
     if isinstance(value, Mapping):

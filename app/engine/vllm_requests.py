@@ -57,6 +57,7 @@ async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: b
 
 
 def _check_request(request: Any) -> None:
+    """Raise ApiError for what vLLM would accept, and fail on later."""
     reserved_names = _TRANSFERS & set(getattr(request, "vllm_xargs", None) or ())
     if reserved_names:
         name = min(reserved_names)

@@ -279,6 +279,7 @@ class _ModelInPath:
         self._names = [name for model in options.models for name in model.names]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on without Ray Serve's prefix and the model in its path, which the scope gets."""
         if scope["type"] in {"http", "websocket"}:
             root, full_path = str(scope.get("root_path", "")).rstrip("/"), str(scope["path"])
             path_below_root = full_path.removeprefix(root) if full_path.startswith(f"{root}/") else full_path

@@ -121,6 +121,7 @@ class ForwardedRequest:
             self._is_read.set()
 
     def headers(self) -> CIMultiDict[str]:
+        """Return the headers for a replica: the client's, and those that only the front may set."""
         kept_headers = [
             (name, value) for name, value in self.request.headers.items() if name not in _HOP_BY_HOP_HEADERS
         ]

@@ -57,7 +57,7 @@ class KeyStore:
             raise KeyTakenError(key_id) from error
 
     async def replace(self, key_id: str, new_id: str, hash_: str, grace_s: float) -> Key:
-        """Insert a key with the rights of another, which expires after ``grace_s`` seconds; ``key_ended``."""
+        """Insert a key with the rights of ``key_id``, which ends after ``grace_s`` seconds; ``key_ended``."""
 
         def write(session: Session) -> Key:
             moment = time.time()

@@ -284,7 +284,7 @@ class _Eviction:
     def __init__(self, entries: Iterable[StoredResult]) -> None:
         self.entries: list[StoredResult] = []
         self._remaining: dict[str, list[StoredResult]] = defaultdict(list)
-        for entry in reversed(list(entries)):
+        for entry in reversed(list(entries)):  # the oldest comes last
             self._remaining[entry.holder.tenant].append(entry)
 
     def add(self, num_bytes: int, name: str) -> bool:

@@ -115,7 +115,7 @@ class JobStore:
         self._observed: dict[int, tuple[Lease, float]] = {}
 
     async def accept(self, new: NewJob) -> tuple[JobRow, bool]:
-        """Insert a job as ``QUEUED``, or return the one that was sent with its idempotency key before, False.
+        """Insert a job as ``QUEUED``, and return it and True; or the one with its idempotency key, and False.
 
         The errors are ``queue_full`` and ``idempotency_conflict``: the key was used for another request.
         """
