@@ -170,19 +170,28 @@ async def choice_json(
         _link_tensors(in_file, f"{base_path}/v1/results/{file.id}", file.expires_at)
     if collected.final:
         work.note_tier(collected.tier)
-    if collected.final and collected.is_code:
-        answer["provenance"] = {"tier": collected.tier}
-    elif collected.final:
-        answer["applied"] = _applied_json(collected.applied, operations)
-        answer["provenance"] = {
-            "fingerprint": collected.fingerprint,
-            "cached_tokens": collected.cached_tokens,
-            "recomputed_tokens": collected.recomputed_tokens,
-            "drafted_rows": collected.drafted_rows,
-            "refused_rows": collected.refused_rows,
-            "tier": collected.tier,
+        answer |= _final_json(collected, operations, work)
+    return answer
+
+
+def _final_json(
+    collected: CollectedResults, operations: Sequence[Intervention], work: WorkContext
+) -> dict[str, Any]:
+    """Return what the last results of a choice tell beside the results: how they came about."""
+    answer: dict[str, Any] = {"provenance": {"tier": collected.tier}}
+    if not collected.is_code:
+        answer = {
+            "applied": _applied_json(collected.applied, operations),
+            "provenance": {
+                "fingerprint": collected.fingerprint,
+                "cached_tokens": collected.cached_tokens,
+                "recomputed_tokens": collected.recomputed_tokens,
+                "drafted_rows": collected.drafted_rows,
+                "refused_rows": collected.refused_rows,
+                "tier": collected.tier,
+            },
         }
-    if collected.final and work.presets:
+    if work.presets:
         answer["provenance"]["presets"] = list(work.presets)
     return answer
 
@@ -217,15 +226,15 @@ def _applied_json(
         for entry in applied
     ]
     for entry, operation in zip(plain, operations, strict=False):
-        detectors = [named.model_dump() for named in detectors_used(operation).values()]
+        detectors = [detector.model_dump() for detector in detectors_used(operation).values()]
         if detectors:
             entry["detectors"] = detectors
-        dictionaries = [named.model_dump() for named in dictionaries_used(operation).values()]
+        dictionaries = [dictionary.model_dump() for dictionary in dictionaries_used(operation).values()]
         if dictionaries:
             entry["dictionaries"] = dictionaries
         used = [
-            named.model_dump()
-            for path, named in vectors_used(operation).items()
+            vector.model_dump()
+            for path, vector in vectors_used(operation).items()
             if not path.startswith("when.")
         ]
         if used and isinstance(operation, Steer) and operation.vectors is not None:
