@@ -100,6 +100,7 @@ class StoredNames:
         return op.model_copy(update={"when": with_tests(when, iter(tests))})
 
     async def _resolve_test(self, test: Test, param: str) -> Test:
+        """Return a condition's test without names of detectors, dictionaries, features and vectors."""
         if test.detector is not None:
             detector = await self._resolve_detector(test.detector, f"{param}.detector")
             return test.model_copy(update={"detector": detector})

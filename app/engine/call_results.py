@@ -281,6 +281,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": content, "more_body": not is_whole})
 
     async def _send_head(self) -> None:
+        """Send the head of a stream, once, and stop the timer that would send it late."""
         head, self._head = self._head, None
         if self._head_timer is not None:
             self._head_timer.cancel()

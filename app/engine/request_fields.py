@@ -18,7 +18,7 @@ from app.http.errors import DONE_FRAME
 
 
 def salt_of(body: JsonObject, caller: Principal) -> str:
-    """Return whose cache salt a request has, for the metrics."""
+    """Return whose cache salt a prompt has (``client``, ``tenant`` or ``none``), for the metrics."""
     if body.get("cache_salt"):
         return "client"
     return "tenant" if caller.has_key else "none"

@@ -86,6 +86,7 @@ class ResultFile:
         await asyncio.to_thread(self._discard)
 
     def _write(self, *pieces: bytes | bytearray | memoryview) -> None:
+        """Append the pieces, in a thread; does nothing after ``discard``."""
         with self._file_lock:
             if self._is_discarded:
                 return
