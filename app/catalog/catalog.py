@@ -71,7 +71,8 @@ class ContentCache:
         entry = self._entries.get(number)
         if entry is not None:
             self._entries.move_to_end(number)
-            content: ContentT = entry[0]
+            content: ContentT
+            content, _ = entry
             return content
         loaded = await read(number)
         if loaded is None:
@@ -263,7 +264,7 @@ class Catalog(Generic[T, ContentT]):
         return await self._database.read(lambda session: work(session, self.kind, *arguments, **options))
 
     async def _write(self, work: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """Run ``work`` once more if a name was created meanwhile, where writers are concurrent."""
+        """Run ``work`` in a transaction; once more if a name was created meanwhile by a concurrent writer."""
         try:
             return await self._database.write(lambda session: work(session, *arguments))
         except IntegrityError:

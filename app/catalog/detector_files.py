@@ -79,6 +79,7 @@ def write_file(detector: Detector, calibration: Sequence[RocPoint]) -> bytes:
 
 
 def stored_detector(data: bytes) -> Detector:
+    """Return the detector of a file that the server has stored; see ``read_file`` for uploads."""
     content = read_safetensors(data, ErrorCode.INTERNAL)
     head = DetectorHead.model_validate_json(content.metadata[METADATA])
     by_part = _by_part(content.tensors, len(head.parts))
@@ -150,6 +151,7 @@ def _parse_head(text: str) -> DetectorHead:
 def _with_part_names(
     tensors: Mapping[str, npt.NDArray[Any]], head: DetectorHead
 ) -> Mapping[str, npt.NDArray[Any]]:
+    """Return a detector's tensors; the only one of a linear part may be called ``weights``."""
     if list(tensors) == ["weights"] and [part.form for part in head.parts] == ["linear"]:
         return {"parts.0.weights": tensors["weights"]}
     return tensors
@@ -158,6 +160,7 @@ def _with_part_names(
 def _by_part(
     tensors: Mapping[str, npt.NDArray[Any]], num_parts: int
 ) -> list[dict[str, npt.NDArray[np.float32]]]:
+    """Return the tensors of each part by their names, of tensors called ``parts.N.NAME``; raises ApiError."""
     tensors_by_part: list[dict[str, npt.NDArray[np.float32]]] = [{} for _ in range(num_parts)]
     by_index = {str(index): part for index, part in enumerate(tensors_by_part)}
     for name, tensor in tensors.items():
@@ -190,12 +193,14 @@ def upload_bytes(max_tensor_bytes: int, max_bytes: int) -> dict[str, int]:
 
 
 def from_form(spec: ModelSpec, max_bytes: int, form: DetectorForm, name: str, content: bytes) -> NewVersion:
+    """Return the uploaded detector to be stored; ``name`` and ``content`` are the file's. Raises ApiError."""
     detector, calibration = read_file(content, name, form.head, spec, max_bytes)
     sha256, shared = hashlib.sha256(content).hexdigest(), form.shared == "true"
     return new_version(detector, calibration, form.name, "safetensors", shared=shared, source_sha256=sha256)
 
 
 def from_json(spec: ModelSpec, max_bytes: int, value: dict[str, Any]) -> NewVersion:
+    """Return the detector of a JSON body, to be stored; raises ApiError."""
     new = validated(NewDetector, value, RequestLimits(max_tensor_bytes=max_bytes))
     tensors = [_arrays_of_part(part, f"parts.{index}") for index, part in enumerate(new.parts)]
     check_size((tensor for part_tensors in tensors for tensor in part_tensors.values()), max_bytes, "parts")

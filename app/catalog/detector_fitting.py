@@ -63,11 +63,11 @@ def fit_mlp(
     inner, outer, offset = _train_network(layers, labels, hidden, seed)
     parts = []
     for layer, (weights, bias), row in zip(layers, inner, outer, strict=True):
-        written = weights @ layer.basis / layer.scale
+        unscaled = weights @ layer.basis / layer.scale  # for the model's own values
         parts.append(
             {
-                "hidden_weights": written,
-                "hidden_bias": bias - written @ layer.centre,
+                "hidden_weights": unscaled,
+                "hidden_bias": bias - unscaled @ layer.centre,
                 "weights": row,
             }
         )
@@ -87,6 +87,7 @@ def _in_span(standardised: Standardised) -> _Layer:
 def _train_network(
     layers: Sequence[_Layer], labels: Floats, hidden: int, seed: int
 ) -> tuple[list[tuple[Floats, Floats]], list[Floats], float]:
+    """Return each layer's hidden weights and biases, each layer's row of output weights, and the bias."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -98,7 +99,7 @@ def _train_network(
 
     samples = [torch.from_numpy(np.ascontiguousarray(layer.coordinates)) for layer in layers]
     target = torch.from_numpy(labels)
-    inner = [normal(hidden, each.shape[1]) for each in samples]
+    inner = [normal(hidden, layer_samples.shape[1]) for layer_samples in samples]
     shifts = [zeros(hidden) for _ in samples]
     outer = [normal(hidden) for _ in samples]
     offset = zeros()
@@ -106,8 +107,8 @@ def _train_network(
     with torch.enable_grad():
         for _ in range(_NUM_STEPS):
             logits = offset + sum(
-                torch.relu(each @ weights.T + shift) @ row
-                for each, weights, shift, row in zip(samples, inner, shifts, outer, strict=True)
+                torch.relu(layer_samples @ weights.T + shift) @ row
+                for layer_samples, weights, shift, row in zip(samples, inner, shifts, outer, strict=True)
             )
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, target)
             penalty = sum(weights.square().sum() for weights in (*inner, *outer))
@@ -174,6 +175,7 @@ def _by_point(values: Values) -> list[Values]:
 
 
 def _check_different(positive: Values, negative: Values, form: Form) -> None:
+    """Raise NothingToLearnError if all samples are the same, or, but for an MLP, both sides' means."""
     towards, away = np.asarray(positive, np.float64), np.asarray(negative, np.float64)
     both = np.concatenate((towards, away))
     least = LEAST * float(np.sqrt(np.square(both).sum(axis=1).mean()))
@@ -186,6 +188,7 @@ def _check_different(positive: Values, negative: Values, form: Form) -> None:
 def _fit_detector(
     positive: list[Values], negative: list[Values], points: Sequence[str], recipe: Recipe
 ) -> Detector:
+    """Return a detector with a part of the recipe's form for each point, as yet without a threshold."""
     link, bias = Link.SIGMOID, 0.0
     match recipe.form:
         case Form.LINEAR:
@@ -212,7 +215,7 @@ def _mean_and_scale(positive: Values, negative: Values) -> dict[str, Floats]:
     towards, away = np.asarray(positive, np.float64), np.asarray(negative, np.float64)
     both = np.concatenate((towards, away))
     within = len(towards) * towards.var(axis=0) + len(away) * away.var(axis=0)
-    num_free = len(both) - 2
+    num_free = len(both) - 2  # degrees of freedom: each side's mean is an estimate
     variance = (within + _PRIOR_SAMPLES * both.var(axis=0)) / (num_free + _PRIOR_SAMPLES)
     deviation = np.sqrt(variance)
     varies = deviation > LEAST * deviation.max()
@@ -226,6 +229,8 @@ def _as_float32(numbers: Floats) -> Numbers:
 
 
 def _with_scores(detector: Detector, sides: tuple[Values, Values], chosen: Split) -> FittedDetector:
+    """Return the detector with the threshold that is best on the held-out samples, and its scores there."""
+
     def scores_of_sides(scorer: Detector) -> tuple[Numbers, Numbers]:
         positive, negative = (
             scorer.scores({part.point: side[:, index] for index, part in enumerate(scorer.parts)})

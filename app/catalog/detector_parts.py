@@ -92,6 +92,7 @@ def _expected_shape(form: Form, name: str, width: int, hidden: int) -> tuple[int
 def _checked_numbers(
     tensor: npt.NDArray[Any] | None, shape: tuple[int, ...], name: str, point: str, param: str
 ) -> Numbers:
+    """Return a tensor in float32, its default if it is missing; ApiError for a wrong shape or number."""
     if tensor is None:
         return np.full(shape, _OPTIONAL[name], np.float32)
     if tensor.shape != shape:
@@ -116,7 +117,10 @@ def _checked_numbers(
 def detector_of(
     parts: Sequence[Part], bias: float, link: str, threshold: float | None, spec: ModelSpec
 ) -> Detector:
-    """Raise ApiError ``invalid_detector``: two parts read one place; ``not_finite``: beyond float32."""
+    """Return a detector of checked parts.
+
+    Raises ApiError ``invalid_detector``: two parts read one place; ``not_finite``: beyond float32.
+    """
     points_by_site: dict[PlannedSite, str] = {}
     for part in parts:
         (site,) = resolve_sites(part.point, _READ, spec, "parts")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
+from typing import Final
 
 from starlette.requests import Request
 
@@ -42,6 +43,8 @@ from app.storage.tables import VersionRow
 from app.storage.versions import Kind
 from nnsight_engine.core.detector import Detector, Form
 from nnsight_engine.core.model_spec import ModelSpec
+
+_ITEM_BYTES: Final = 4
 
 
 class Detectors(Catalog[StoredDetector, Detector]):
@@ -92,7 +95,10 @@ async def train_detector(
     caller: Principal,
     report: Report,
 ) -> StoredDetector:
-    """Raise ApiError for an invalid request or prompt, ``queue_full``, ``training_failed``."""
+    """Train a detector when its turn has come, and store it.
+
+    Raises ApiError for an invalid request or prompt, ``queue_full``, ``training_failed``.
+    """
     check_sharing(caller, shared=request.shared)
     spec = detectors.spec
     is_best = request.layers == BEST_LAYER
@@ -102,9 +108,10 @@ async def train_detector(
     points = points_at(layers)
     _, width = point_of(points[0], spec, "layers")
     queue.check(request, len(layers), width)
+    # Rows of a part's tensors at most: hidden weights, or mean and scale.
     num_rows = request.hidden if request.kind == Form.MLP.value else 2
     num_parts = 1 if is_best else len(layers)
-    check_bytes(4 * num_parts * num_rows * width, detectors.max_bytes, "layers")
+    check_bytes(_ITEM_BYTES * num_parts * num_rows * width, detectors.max_bytes, "layers")
     recipe = Recipe(Form(request.kind), request.hidden, request.seed)
     # Groups of points, of each of which a detector is fitted.
     groups = [range(index, index + 1) for index in range(len(layers))] if is_best else [range(len(layers))]
@@ -120,7 +127,7 @@ async def train_detector(
     if not fitted:
         raise _nothing_learned(layers, failed)
     best = max(fitted, key=lambda index: (fitted[index].auroc, fitted[index].separation))
-    tried = [LayerAuroc(layer=layers[index], auroc=each.auroc) for index, each in fitted.items()]
+    tried = [LayerAuroc(layer=layers[index], auroc=group_fit.auroc) for index, group_fit in fitted.items()]
     training = _training_report(request, examples, [layers[index] for index in groups[best]], fitted[best])
     new = await asyncio.to_thread(
         new_version,
@@ -135,6 +142,7 @@ async def train_detector(
 
 
 def _fit(examples: Examples, points: Sequence[str], group: range, recipe: Recipe) -> FittedDetector:
+    """Fit a detector to a group of points, in a thread."""
     selection = slice(group.start, group.stop)
     positive, negative = examples.positive[:, selection], examples.negative[:, selection]
     return fit(positive, negative, points[selection], examples.chosen, recipe)

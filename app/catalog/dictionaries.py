@@ -176,9 +176,10 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
     async def create_from_hub(
         self, request: Request, caller: Principal, *, strict: bool = False
     ) -> Dictionary:
-        """Raise ApiError ``hub_not_allowed``, ``not_found``, ``hub_unavailable``, and as ``create``.
+        """Download a dictionary and store it.
 
-        A client's disconnect ends the download, and nothing is stored.
+        Raises ApiError ``hub_not_allowed``, ``not_found``, ``hub_unavailable``, and as ``create``. A client's
+        disconnect ends the download, and nothing is stored.
         """
         settings = self._settings
         limits = BodyLimits(_MAX_BODY_BYTES, settings.upload_idle_timeout_s)
@@ -271,6 +272,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         return FeatureLabels(self._database, row)
 
     async def _download(self, form: DictionaryFromHub, caller: Principal, *, strict: bool) -> Dictionary:
+        """Store a dictionary from the Hub, whose weights go to disk as they arrive."""
         settings = self._settings
         open_file = functools.partial(open_on_hub, trusted=is_trusted(settings, caller))
         async with (
@@ -324,6 +326,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
     async def _parse_labels(
         self, request: Request, content: bytes, num_features: int, param: str | None, *, is_csv: bool
     ) -> Labels:
+        """Return labels of CSV or JSON; ``param`` is the field that has them, None for the whole body."""
         if is_csv:
             return await asyncio.to_thread(labels_of_csv, content, num_features, param)
         context = context_of(request.scope)
@@ -336,6 +339,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
     async def _store_shielded(
         self, new: NewVersion, labels: Labels, upload: WeightsUpload, caller: Principal
     ) -> Dictionary:
+        """Store a dictionary; a cancelled request waits until that has ended."""
         num_bytes = upload.num_bytes + len(new.data) + num_label_bytes(labels)
         head = {**new.head, "num_labels": len(labels)}
         new = dataclasses.replace(new, head=head, num_bytes=num_bytes)
@@ -348,6 +352,8 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
             raise
 
     async def _store(self, new: NewVersion, labels: Labels, upload: WeightsUpload, tenant: str) -> VersionRow:
+        """Add the weights to the folder, then the dictionary to the database; on failure neither stays."""
+
         def write(session: Session) -> VersionRow:
             row = self._insert(session, new, tenant)
             add_labels(session, row.number, labels)
@@ -369,6 +375,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
     def _replace_labels(
         self, session: Session, dictionary_id: str, tenant: str, labels: Labels
     ) -> VersionRow:
+        """Replace a dictionary's labels in the session's transaction, if there is room for what they add."""
         visible_row = versions.visible(session, self.kind, dictionary_id, tenant)
         # Two requests that replace the labels at once do so one after the other.
         row = session.get_one(VersionRow, visible_row.number, with_for_update=True)
@@ -398,6 +405,7 @@ class Dictionaries(Catalog[Dictionary, DictionaryConfig]):
         return shown.model_copy(update={"warnings": warnings})
 
     async def _remove_unused(self, sha256: str) -> None:
+        """Remove weights that no dictionary has; another one may come while they are set aside."""
         if not await self._read(versions.num_uses, sha256):
             aside = await self._files.set_aside(sha256)
             if aside is not None:

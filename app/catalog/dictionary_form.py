@@ -58,6 +58,7 @@ async def read_form(request: Request, upload: WeightsUpload, limits: BodyLimits)
     async for piece in in_pieces(stream_bytes(request, max_bytes, limits.idle_s)):
         upload.spending.add(len(piece))
         await asyncio.to_thread(form.parse, piece)
+        # Only what is held in memory is counted as received.
         if received is not None and form.num_held > num_counted:
             received.add(form.num_held - num_counted)
             num_counted = form.num_held
@@ -159,6 +160,7 @@ class _FormParser:
         self.num_held += stop - start
 
     def _on_weights(self, data: memoryview) -> None:
+        """Write a part of the weights to disk; refuse a pickle once enough of the beginning is there."""
         if self._upload.num_bytes + len(data) > self._max_weights_bytes:
             raise ApiError(
                 ErrorCode.BODY_TOO_LARGE,
@@ -221,6 +223,7 @@ def labels_of_csv(content: bytes, num_features: int, param: str | None) -> dict[
 
 
 def _pairs_of_rows(rows: Iterable[list[str]], param: str | None) -> Iterable[tuple[str, str]]:
+    """Yield the id and the label of each row of CSV, without empty rows and a header."""
     for index, row in enumerate(rows):
         cells = [cell.strip() for cell in row]
         if not any(cells) or (index == 0 and tuple(cell.lower() for cell in cells) == _CELLS):
@@ -235,6 +238,7 @@ def _pairs_of_rows(rows: Iterable[list[str]], param: str | None) -> Iterable[tup
 
 
 def _checked_labels(pairs: Iterable[tuple[str, Any]], num_features: int, param: str | None) -> dict[int, str]:
+    """Return labels by feature, white space collapsed, without empty ones; ApiError ``invalid_labels``."""
     labels: dict[int, str] = {}
     for key, text in pairs:
         feature = int(key) if _ID.fullmatch(key) else -1

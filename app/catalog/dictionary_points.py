@@ -50,6 +50,7 @@ def _capability_of(capabilities: Capabilities, point: Point) -> PointCapability 
 def _checked_point(
     chosen: str | None, hook: str, field: str, param: str, width: int, capabilities: Capabilities
 ) -> str:
+    """Return ``chosen``, or the point of the cfg's hook, checked; ``field`` is the cfg's, for messages."""
     text = chosen if chosen is not None else point_of(hook, capabilities.architecture)
     if text is None:
         named = f"is {clip(hook)!r}, which is no point of this model" if hook else "is missing"

@@ -30,6 +30,7 @@ _MAX_ENTRIES: Final = 4096
 _MAX_NAME_BYTES: Final = 256
 _MAX_DIMENSIONS: Final = 4
 _DEFAULT_ALIGNMENT: Final = 32
+_MAX_ALIGNMENT: Final = 2**16
 _UINT32, _STRING, _ARRAY = 4, 8, 9
 _SCALAR_BYTES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _DTYPES: Final = {0: ("float32", 4), 1: ("float16", 2), 28: ("float64", 8), 30: ("bfloat16", 2)}
@@ -69,6 +70,7 @@ class _ByteReader:
         return self.read_bytes(num_bytes).decode("utf-8", "replace")
 
     def skip(self, kind: int) -> None:
+        """Skip a value; ``kind`` is GGUF's number of its type."""
         if kind == _STRING:
             self.read_bytes(self.number(8))
         elif kind == _ARRAY:
@@ -88,7 +90,10 @@ class _ByteReader:
 
 
 def read(data: bytes) -> Tensors:
-    """Raise ApiError ``unsupported_vector_format``, ``invalid_vector_file``, ``wrong_dtype`` (quantized)."""
+    """Return the directions by name.
+
+    Raises ApiError ``unsupported_vector_format``, ``invalid_vector_file``, ``wrong_dtype`` (quantized).
+    """
     file = _ByteReader(data)
     file.read_bytes(len(MAGIC))
     version = file.number(4)
@@ -99,7 +104,7 @@ def read(data: bytes) -> Tensors:
         raise _invalid(f"A GGUF control vector has at most {_MAX_ENTRIES} fields and tensors.")
     alignment = _read_alignment(file, num_fields)
     infos = [_read_info(file) for _ in range(num_tensors)]
-    data_start = -(-file.position // alignment) * alignment
+    data_start = -(-file.position // alignment) * alignment  # the next multiple
     if sum(info.num_items for info in infos) > len(data) - file.position:
         # Overlapping tensors would multiply the memory, since each is a copy of its bytes.
         raise _invalid("The GGUF file's tensors claim more numbers than it has bytes.")
@@ -112,6 +117,7 @@ def read(data: bytes) -> Tensors:
 
 
 def _read_alignment(file: _ByteReader, num_fields: int) -> int:
+    """Read the fields of the header, check that it is a control vector, and return the data's alignment."""
     architecture, alignment = "", _DEFAULT_ALIGNMENT
     for _ in range(num_fields):
         key, kind = file.text(_MAX_NAME_BYTES), file.number(4)
@@ -128,12 +134,13 @@ def _read_alignment(file: _ByteReader, num_fields: int) -> int:
             f"{clip(architecture)!r}.",
             _PARAM,
         )
-    if alignment <= 0 or alignment > 2**16:
-        raise _invalid(f"A GGUF file's alignment must lie between 1 and {2**16}, got {alignment}.")
+    if alignment <= 0 or alignment > _MAX_ALIGNMENT:
+        raise _invalid(f"A GGUF file's alignment must lie between 1 and {_MAX_ALIGNMENT}, got {alignment}.")
     return alignment
 
 
 def _read_info(file: _ByteReader) -> _Info:
+    """Read where the header says that a tensor's data is."""
     name = file.text(_MAX_NAME_BYTES)
     if _NAME.fullmatch(name) is None:
         raise _invalid(

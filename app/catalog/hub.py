@@ -106,6 +106,7 @@ async def open_on_hub(
     """
     if huggingface_hub.is_offline_mode():
         path = await asyncio.to_thread(_cached_file, folder, name, trusted=trusted)
+        # The cache has it at …/snapshots/COMMIT/FOLDER/NAME.
         commit = path.parents[len(Path(folder.path).parts)].name
         yield (
             dataclasses.replace(folder, revision=commit),

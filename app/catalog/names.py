@@ -37,6 +37,7 @@ MAX_DICTIONARIES: Final = 16
 _MAX_BYTES: Final = 128 * 2**20
 """Maximum bytes of the detectors that a request names, and of the rows that its names resolve to."""
 _NUM_CANDIDATES: Final = 8
+_ITEM_BYTES: Final = 4
 
 ContentT = TypeVar("ContentT")
 
@@ -65,6 +66,7 @@ class StoredNames:
     async def _find(
         self, catalog: Catalog[Any, ContentT], name: NameOrText, param: str
     ) -> tuple[VersionRow, ContentT]:
+        """Return a version and its content by name, read once in a request, and note that it is used."""
         key = catalog.kind.name, name.name, name.id
         if key not in self._by_name:
             self._by_name[key] = await catalog.named(name, self._tenant, param)
@@ -76,6 +78,7 @@ class StoredNames:
         return tuple([await self._resolve_operation(op, index) for index, op in enumerate(operations)])
 
     async def _resolve_operation(self, op: Intervention, index: int) -> Intervention:
+        """Return an operation without names, also in its condition; ``index`` is its place in the request."""
         param = f"{FIELD}.{index}"
         if any(isinstance(tensor, VectorName) for tensor in tensors_of(op).values()):
             op = await self._resolve_vectors(op, param)
@@ -97,6 +100,7 @@ class StoredNames:
         return op.model_copy(update={"when": with_tests(when, iter(tests))})
 
     async def _resolve_test(self, test: Test, param: str) -> Test:
+        """Return a condition's test without names of detectors, dictionaries, features and vectors."""
         if test.detector is not None:
             detector = await self._resolve_detector(test.detector, f"{param}.detector")
             return test.model_copy(update={"detector": detector})
@@ -140,6 +144,7 @@ class StoredNames:
         )
 
     async def _resolve_vectors(self, op: Intervention, param: str) -> Intervention:
+        """Return an operation whose vectors' names are replaced by their rows; raises ApiError."""
         names = {path: tensor for path, tensor in tensors_of(op).items() if isinstance(tensor, VectorName)}
         if isinstance(op, Patch):
             raise ApiError(
@@ -162,6 +167,7 @@ class StoredNames:
     def _layers_of_points(
         self, name: VectorName, row: VersionRow, points: Sequence[Point], param: str
     ) -> tuple[int, ...]:
+        """Return the layers whose rows a name means: its own ``layer``, or those of the ``points``."""
         at, stored_layers = row.head["at"], row.head["layers"]
         if name.layer is not None:
             layers: tuple[int, ...] = (resolve_layer(name.layer, self._num_layers, f"{param}.layer"),)
@@ -182,9 +188,10 @@ class StoredNames:
     def _tensor_of_rows(
         self, row: VersionRow, data: bytes, layers: tuple[int, ...], param: str
     ) -> NamedTensor:
+        """Return a vector's rows of layers, counted and made once in a request."""
         key, width, stored_layers = (row.number, layers), row.head["width"], row.head["layers"]
         if key not in self._tensors:
-            self._row_bytes += 4 * width * len(layers)
+            self._row_bytes += _ITEM_BYTES * width * len(layers)
             if self._row_bytes > _MAX_BYTES:
                 raise ApiError(
                     ErrorCode.TENSOR_TOO_LARGE,
@@ -216,6 +223,7 @@ class StoredNames:
     async def _resolve_dictionary(
         self, name: DictionaryName, param: str
     ) -> tuple[NamedDictionary, FeatureLabels]:
+        """Return a named dictionary, its file read ahead, and its labels; a request may name a few."""
         row, config = await self._find(self._dictionaries, name, param)
         if row.id not in self._resolved_dictionaries:
             if len(self._resolved_dictionaries) == MAX_DICTIONARIES:

@@ -22,9 +22,12 @@ from app.formats.uploads import Tensors
 _PARAM: Final = "file"
 _END: Final = b"PK\x05\x06"
 _END_BYTES: Final = 22
+_END_SIZE: Final = slice(12, 16)
 _ZIP64_LOCATOR: Final = b"PK\x06\x07"
 _ZIP64_LOCATOR_BYTES: Final = 20
 _ZIP64_END_BYTES: Final = 56
+_ZIP64_END_SIZE: Final = slice(40, 48)
+"""Where the directory's size is in each of the two records at the end."""
 _ENTRY_BYTES: Final = 128
 _MAX_COMMENT: Final = 65535
 _MAX_ENTRIES: Final = 4096
@@ -43,7 +46,10 @@ _BROKEN: Final = (
 
 
 def read(data: bytes) -> Tensors:
-    """Raise ApiError: ``unsupported_vector_format`` (pickles), ``tensor_too_large``, ``wrong_dtype``."""
+    """Return the arrays by name.
+
+    Raises ApiError: ``unsupported_vector_format`` (pickles), ``tensor_too_large``, ``wrong_dtype``.
+    """
     _check_directory(data)
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -59,11 +65,11 @@ def _check_directory(data: bytes) -> None:
     directory_end = data.rfind(_END, max(0, len(data) - _END_BYTES - _MAX_COMMENT))
     if directory_end < 0 or len(data) - directory_end < _END_BYTES:
         raise _invalid("The .npz file is cut off: its end is missing.")
-    num_bytes = int.from_bytes(data[directory_end + 12 : directory_end + 16], "little")
+    num_bytes = int.from_bytes(data[directory_end:][_END_SIZE], "little")
     locator_start = directory_end - _ZIP64_LOCATOR_BYTES
     if locator_start >= _ZIP64_END_BYTES and data[locator_start:directory_end].startswith(_ZIP64_LOCATOR):
         record = data[locator_start - _ZIP64_END_BYTES : locator_start]
-        num_bytes = int.from_bytes(record[40:48], "little")
+        num_bytes = int.from_bytes(record[_ZIP64_END_SIZE], "little")
     if num_bytes > _MAX_ENTRIES * _ENTRY_BYTES:
         raise _invalid(f"A vector's .npz file has at most {_MAX_ENTRIES} arrays; its directory is for more.")
 
@@ -100,6 +106,7 @@ def _name(entry: zipfile.ZipInfo) -> str:
 
 
 def _array(content: bytes, name: str) -> npt.NDArray[Any]:
+    """Return an array of floats of a .npy file; raises ApiError for objects, other types and wrong sizes."""
     file = io.BytesIO(content)
     version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]  # it has no types
     header = _HEADERS.get(version)

@@ -88,6 +88,7 @@ class Presets(Catalog[Preset, object]):
         return await asyncio.to_thread(self._content, await self._visible(id_, tenant), tenant)
 
     async def find(self, references: Collection[Reference], tenant: str) -> dict[Reference, PresetContent]:
+        """Return the presets that references mean; without those that mean none."""
         rows = await self._resolved_rows(references, tenant, self.models)
         return await asyncio.to_thread(
             lambda: {reference: self._content(row, tenant) for reference, row in rows.items()}
@@ -98,6 +99,7 @@ class Presets(Catalog[Preset, object]):
         return [row.name for row in await self._read(versions.newest, tenant, self.models, limit)]
 
     async def _visible(self, id_: str, tenant: str, *, with_data: bool = False) -> VersionRow:
+        """Return the version that ``calm`` or ``calm@3`` means, always with its data."""
         del with_data
         reference = Reference.parse(id_)
         rows = {} if reference is None else await self._resolved_rows([reference], tenant, self.models)
@@ -112,6 +114,8 @@ class Presets(Catalog[Preset, object]):
     async def _resolved_rows(
         self, references: Collection[Reference], tenant: str, models: Sequence[str]
     ) -> dict[Reference, VersionRow]:
+        """Return the versions, with their data, that references mean; without those that mean none."""
+
         def read(session: Session) -> dict[Reference, VersionRow]:
             rows = {
                 reference: versions.resolve(session, self.kind, reference, tenant, models, with_data=True)
@@ -162,6 +166,7 @@ def check_fit(operations: Sequence[Intervention], spec: ModelSpec) -> None:
 
 
 def _num_positions(operation: Operation) -> int:
+    """Return how many positions of a prompt, or of an image, an operation needs."""
     if not isinstance(operation, Patch):
         return 1
     if operation.where.images is None:

@@ -88,7 +88,9 @@ class ModelShape:
         for point in capabilities.points:
             if point.name.startswith(LAYER_PREFIX) and "steer" in point.operations:
                 widths_by_leaf.setdefault(point.name.removeprefix(LAYER_PREFIX), set()).add(point.width)
-        widths = {leaf: min(several) for leaf, several in widths_by_leaf.items() if len(several) == 1}
+        widths = {
+            leaf: min(leaf_widths) for leaf, leaf_widths in widths_by_leaf.items() if len(leaf_widths) == 1
+        }
         return cls(name, capabilities.sizes.num_layers, widths)
 
     @property
@@ -96,7 +98,7 @@ class ModelShape:
         return self.num_layers * max(self.widths.values(), default=0)
 
     def width(self, leaf: str, param: str) -> int:
-        """Raise ApiError ``unknown_point``."""
+        """Return how many numbers a layer's ``leaf`` has at one position; ApiError ``unknown_point``."""
         width = self.widths.get(leaf)
         if width is None:
             offered = ", ".join(f"{LAYER_PREFIX}{leaf_name}" for leaf_name in self.widths)
@@ -133,6 +135,7 @@ def rows_of(tensors: Tensors, at: str | Sequence[str] | None, shape: ModelShape,
 
 
 def _by_name(tensors: Tensors, shape: ModelShape, param: str) -> dict[Point, npt.NDArray[Any]]:
+    """Return tensors by the points that their names say; ApiError for names that say none, or one twice."""
     placed: dict[Point, npt.NDArray[Any]] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
@@ -154,6 +157,7 @@ def _by_name(tensors: Tensors, shape: ModelShape, param: str) -> dict[Point, npt
 def _by_points(
     tensors: Tensors, at: str | Sequence[str], shape: ModelShape, param: str
 ) -> dict[Point, npt.NDArray[Any]]:
+    """Return the rows of the only tensor by the points of ``at``; a single row is that of all."""
     if len(tensors) > 1:
         raise _invalid(
             f"`at` says where one tensor belongs, and here are {len(tensors)}; name each by its layer, and "
@@ -197,6 +201,7 @@ def points_of(at: str | Sequence[str], num_layers: int, param: str) -> list[Poin
 
 
 def _row(tensor: npt.NDArray[Any], point: Point, width: int, param: str) -> Floats:
+    """Return a tensor as the row of a point; raises ApiError for a wrong width, or infinite numbers."""
     if tensor.size != width or max(tensor.shape, default=0) != width:
         raise ApiError(
             ErrorCode.WRONG_WIDTH,

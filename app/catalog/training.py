@@ -133,6 +133,9 @@ _PENALTY: Final = 0.01
 _MAX_STEPS: Final = 100
 _MAX_HALVINGS: Final = 30
 _TOLERANCE: Final = 1e-9
+_MAX_LOGIT: Final = 500
+"""So that its exponential is finite."""
+_LEAST_CURVATURE: Final = 1e-12
 
 
 class Standardised:
@@ -142,6 +145,7 @@ class Standardised:
     """
 
     def __init__(self, values: npt.NDArray[Any], num_dimensions: int) -> None:
+        """Standardise ``[samples, width]``; ``num_dimensions`` is the width of all layers together."""
         samples = np.asarray(values, np.float64)
         self.centre, deviation = samples.mean(axis=0), samples.std(axis=0)
         self.scale = np.maximum(deviation, LEAST * deviation.max()) * np.sqrt(num_dimensions)
@@ -174,21 +178,23 @@ def logistic(
 
 
 def _newton(kernel: Floats, labels: Floats, penalty: float) -> tuple[Floats, float]:
-    """Minimise the logistic loss of ``kernel @ a + b`` plus ``penalty / 2 * a @ kernel @ a``."""
+    """Return the ``a`` and ``b`` of the least loss, by Newton's method, whose steps are halved if need be.
+
+    It is the logistic loss of ``kernel @ a + b`` plus ``penalty / 2 * a @ kernel @ a``.
+    """
     count = len(labels)
     parameters = np.zeros(count + 1)
 
-    def loss(at: Floats) -> float:
-        logits = kernel @ at[:-1] + at[-1]
-        return float(
-            np.logaddexp(0, logits).sum() - labels @ logits + penalty / 2 * at[:-1] @ kernel @ at[:-1]
-        )
+    def loss(candidate: Floats) -> float:
+        a, b = candidate[:-1], candidate[-1]
+        logits = kernel @ a + b
+        return float(np.logaddexp(0, logits).sum() - labels @ logits + penalty / 2 * a @ kernel @ a)
 
     best = loss(parameters)
     for _ in range(_MAX_STEPS):
         logits = kernel @ parameters[:-1] + parameters[-1]
-        chances = 1 / (1 + np.exp(-np.clip(logits, -500, 500)))
-        curvature = np.maximum(chances * (1 - chances), 1e-12)
+        chances = 1 / (1 + np.exp(-np.clip(logits, -_MAX_LOGIT, _MAX_LOGIT)))
+        curvature = np.maximum(chances * (1 - chances), _LEAST_CURVATURE)
         system = np.zeros((count + 1, count + 1))
         system[:-1, :-1] = kernel + np.diag(penalty / curvature)
         system[:-1, -1] = system[-1, :-1] = 1.0
@@ -224,7 +230,10 @@ async def read_activations(
     caller: Principal,
     report: Report,
 ) -> tuple[Values, Values]:
-    """Return the values of both sides, each ``[prompts, layers, width]``."""
+    """Return the values of both sides' prompts at points, each ``[prompts, layers, width]``.
+
+    ``http`` is the training's request; a few prompts run at once, and ``report`` is called after each.
+    """
     # Without headers, since the request's own X-Request-Id must not be used for all prompts' requests.
     http = Request({**http.scope, "headers": []}, http.receive)
     gate, num_done = asyncio.Semaphore(_IN_FLIGHT), 0
@@ -247,7 +256,7 @@ async def read_activations(
         tensors = body["choices"][0]["interventions"]["results"][_RESULT]["points"]
         return np.stack([np.frombuffer(base64.b64decode(tensors[point]["data"]), "<f4") for point in points])
 
-    tasks = [asyncio.create_task(values_of(*each)) for each in prompts]
+    tasks = [asyncio.create_task(values_of(prompt, param)) for prompt, param in prompts]
     try:
         values = np.stack(await asyncio.gather(*tasks))
     finally:
@@ -265,6 +274,7 @@ def _capture(
     http: Request,
     caller: Principal,
 ) -> Coroutine[Any, Any, EngineReply]:
+    """Ask for a prompt's values at ``position``; a text for it means their mean over all but the first."""
     where = _BUT_THE_FIRST if isinstance(position, str) else Where(positions=[position])
     reduce = "mean" if isinstance(position, str) else "last"
     capture = Capture(at=list(points), where=where, reduce=reduce, dtype="float32", name=_RESULT)

@@ -98,6 +98,7 @@ def read_provenance(data: bytes, rows: VectorRows) -> tuple[str, Training | None
 
 
 def _read_json(data: bytes) -> Tensors:
+    """Return the rows of a JSON file by name: an object of lists of numbers, or its field ``vectors``."""
     if exceeds_depth(data, _MAX_DEPTH):
         raise ApiError(ErrorCode.JSON_TOO_DEEP, f"A vector's JSON nests at most {_MAX_DEPTH} deep.", FILE)
     try:
@@ -160,6 +161,7 @@ def upload_bytes(shape: ModelShape) -> dict[str, int]:
 
 
 def from_json(shape: ModelShape, value: dict[str, Any]) -> UploadedVector:
+    """Return the vector of a JSON body: ``vectors`` by layer, or ``values`` with ``at``; raises ApiError."""
     limits = RequestLimits(max_tensor_bytes=shape.max_numbers * _WIDEST_ITEM_BYTES)
     new = validated(NewVector, value, limits)
     if new.vectors is not None:
@@ -171,6 +173,7 @@ def from_json(shape: ModelShape, value: dict[str, Any]) -> UploadedVector:
 
 
 def from_form(shape: ModelShape, form: VectorForm, name: str, content: bytes) -> UploadedVector:
+    """Return the vector of a form; ``name`` and ``content`` are its file's. Raises ApiError."""
     at = None if not form.at else [part.strip() for part in form.at.split(",")]
     format_, tensors = read_file(content, name)
     rows = rows_of(tensors, at, shape, FILE)
@@ -181,7 +184,7 @@ def from_form(shape: ModelShape, form: VectorForm, name: str, content: bytes) ->
 
 
 def array_of(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
-    """Raise ApiError ``invalid_shape`` if the tensor is a name; ``not_finite``."""
+    """Return a tensor's numbers; ApiError ``invalid_shape`` if there is none, or a name; ``not_finite``."""
     if value is None or isinstance(value, VectorName):
         raise ApiError(ErrorCode.INVALID_SHAPE, "It is made of numbers, or a tensor object.", param)
     tensor = read_tensor(value, param)

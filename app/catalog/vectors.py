@@ -122,7 +122,10 @@ class Fitted:
 
 
 def fit(positive: npt.ArrayLike, negative: npt.ArrayLike, chosen: Split, method: Method) -> Fitted:
-    """Raise NothingToLearnError if the two sides, ``[samples, width]``, do not differ or are not finite."""
+    """Fit a row that tells two sides of ``[samples, width]`` apart, and score it on the held-out samples.
+
+    Raises NothingToLearnError if the sides do not differ or are not finite.
+    """
     towards, away = np.asarray(positive, np.float64), np.asarray(negative, np.float64)
     if not (np.isfinite(towards).all() and np.isfinite(away).all()):
         raise NothingToLearnError("the model's values there are not all numbers")
@@ -170,6 +173,7 @@ def _middle(vector: Floats, positive: Floats, negative: Floats) -> float:
 
 
 def _scores(sides: tuple[Floats, Floats], chosen: Split) -> tuple[float, float, float]:
+    """Return AUROC, accuracy and separation of the held-out samples; ``sides`` are all samples' scores."""
     positive, negative = sides[0][chosen.held_positive], sides[1][chosen.held_negative]
     right = int((positive > 0).sum() + (negative <= 0).sum())
     accuracy = right / (len(positive) + len(negative))
@@ -184,7 +188,10 @@ async def train_vector(
     caller: Principal,
     report: Report,
 ) -> Vector:
-    """Raise ApiError for an invalid request or prompt, ``queue_full``, ``training_failed``."""
+    """Train a vector when its turn has come, and store it.
+
+    Raises ApiError for an invalid request or prompt, ``queue_full``, ``training_failed``.
+    """
     check_sharing(caller, shared=request.shared)
     shape = vectors.shape
     layers = layers_of(request.layers, shape.num_layers)

@@ -68,7 +68,7 @@ class AdapterModels(OpenAIServingModels):
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora_adapter(self, request: UnloadLoRAAdapterRequest) -> str:
-        """Raise ApiError ``model_not_found`` for one not listed; its running requests keep it."""
+        """Drop an adapter, which running requests keep; ApiError ``model_not_found`` for an unknown one."""
         name = request.lora_name
         async with self.lora_resolver_lock[name]:
             adapter = self.lora_requests.pop(name, None)
@@ -91,7 +91,7 @@ class AdapterModels(OpenAIServingModels):
 
 
 def check_adapter_request(fields: MutableMapping[str, Any], *, takes_adapters: bool) -> None:
-    """Raise ApiError for an adapter that is not allowed, has no valid name or folder, or changes in use.
+    """Check the body of a request to load or unload an adapter; raises ApiError.
 
     Its folder becomes an absolute path.
     """
@@ -139,6 +139,7 @@ def _check_name(name: str) -> None:
 
 
 async def load_again(models: AdapterModels, adapters: Iterable[LoRARequest]) -> None:
+    """Load the adapters of the engine before into a new one; one that fails is logged, and listed no more."""
     for adapter in adapters:
         request = LoadLoRAAdapterRequest(lora_name=adapter.lora_name, lora_path=adapter.lora_path)
         try:

@@ -77,7 +77,10 @@ def markers_of(engine: AsyncLLM, tools: str) -> AnswerMarkers:
 
 
 def find_markers(reasoning: str, tools: str, tokenizer: Any) -> AnswerMarkers:
-    """Return the markers that vLLM's parsers of these names read; empty names for none."""
+    """Return the markers that vLLM's parsers of these names read; empty names for none.
+
+    Its ``missing`` has the reason for each part of answers that the tokens do not tell apart.
+    """
     vocabulary = tokenizer.get_vocab()
     parser = ReasoningParserManager.get_reasoning_parser(reasoning)(tokenizer) if reasoning else None
     used: list[tuple[Part, str, PartMarkers | None]] = []
@@ -96,6 +99,7 @@ def find_markers(reasoning: str, tools: str, tokenizer: Any) -> AnswerMarkers:
         begun_by |= {vocabulary[markers.end]: int(Part.CONTENT)} if markers.end else {}
     if used and not any(part.name.lower() in missing for part, _, _ in used):
         del missing["content"]
+    # Some templates open the reasoning in the prompt: their parsers take a text without markers for it.
     begins_with_reasoning = parser is not None and "reasoning" not in missing and _is_reasoning("x", parser)
     first_part = Part.REASONING if begins_with_reasoning else Part.CONTENT
     # Special tokens stand between the turns: the end of text, or the names of those who speak.
@@ -111,6 +115,7 @@ def _reasoning_markers(parser: ReasoningParser) -> PartMarkers | None:
 
 
 def _why_unmarked(option: str, markers: PartMarkers | None, vocabulary: Mapping[str, int]) -> str:
+    """Return why the tokens do not tell where a parser's part begins and ends; empty if they do."""
     if markers is None:
         return f"{option} finds this part by the text, not by tokens of its own"
     for text in (*markers.begins, markers.end):
@@ -134,7 +139,10 @@ class _Incomplete(ResponseIncompleteEvent):
 
 
 def mend_chat(serving: Any, tools: str) -> None:
-    """Have a serving class of chat completions parse cut answers as its streams do."""
+    """Have a serving class of chat completions parse answers that the token limit has cut as its streams do.
+
+    They also keep the reason ``length``; ``tools`` is the name of vLLM's parser of tool calls.
+    """
     create = serving.chat_completion_full_generator
 
     async def full_generator(request: Any, outputs: AsyncIterator[Any], *args: Any, **more: Any) -> Any:
@@ -151,7 +159,7 @@ def mend_chat(serving: Any, tools: str) -> None:
             _mend(parser, tools, lambda: next(texts).finish_reason == _LENGTH)
         answer = await create(request, watched(), *args, **more)
         cut = {output.index for output in last_outputs if output.finish_reason == _LENGTH}
-        for choice in getattr(answer, "choices", ()):
+        for choice in getattr(answer, "choices", ()):  # vLLM's reason may be that a tool is called
             if choice.index in cut:
                 choice.finish_reason = _LENGTH
         return answer
@@ -160,7 +168,10 @@ def mend_chat(serving: Any, tools: str) -> None:
 
 
 def mend_messages(serving: Any, tools: str) -> None:
-    """Do so for Anthropic's messages; a cut call's arguments, an object, have the part that is JSON."""
+    """Mend a serving class of Anthropic's messages as ``mend_chat`` does.
+
+    The arguments of a cut call, an object, have the part that is JSON.
+    """
     mend_chat(serving, tools)
     convert = serving.messages_full_converter
 
@@ -174,7 +185,7 @@ def mend_messages(serving: Any, tools: str) -> None:
 
 
 def mend_responses(serving: Any, tools: str) -> None:
-    """Do the same for OpenAI's responses, and end their cut streams with ``response.incomplete``."""
+    """Mend a serving class of OpenAI's responses; its cut streams end with ``response.incomplete``."""
     make, stream = serving._make_response_output_items, serving.responses_stream_generator  # noqa: SLF001 - no other
 
     def items(request: Any, output: Any, tokenizer: Any, parser: Parser | None = None) -> Any:
@@ -195,6 +206,7 @@ def mend_responses(serving: Any, tools: str) -> None:
 
 
 def _mend(parser: Any, tools: str, is_cut: Callable[[], bool]) -> None:
+    """Replace a parser's ``parse``: for a text that ``is_cut`` it returns what vLLM's stream would send."""
     parse = parser.parse
 
     def parsed(text: str, request: Any, **options: Any) -> _Parsed:
@@ -227,6 +239,7 @@ def _as_streamed(whole_result: _Parsed, parser: Parser, tools: str, text: str, r
 
 
 def _started_calls(parser: DelegatingParser, text: str, request: Any) -> list[FunctionCall]:
+    """Return the tool calls that vLLM's stream of a cut text would have sent, as far as they came."""
     streaming = type(parser)(parser.model_tokenizer, request.tools)  # it has the state of one stream
     ids = parser.model_tokenizer.encode(text, add_special_tokens=False)
     try:
@@ -245,14 +258,16 @@ def _started_calls(parser: DelegatingParser, text: str, request: Any) -> list[Fu
 
 
 def _marker_start(text: str, markers: Sequence[str]) -> int | None:
+    """Return where the first marker begins, a part of one at the end counts too; None if there is none."""
     starts = [text.find(marker) for marker in markers if marker in text]
-    parts: list[int] = [partial_tag_overlap(text, marker) for marker in markers]
-    if not starts and any(parts):
-        return len(text) - max(parts)
+    overlaps: list[int] = [partial_tag_overlap(text, marker) for marker in markers]
+    if not starts and any(overlaps):
+        return len(text) - max(overlaps)
     return min(starts, default=None)
 
 
 def _completed_json(arguments: str) -> str:
+    """Return cut JSON as that of the object that has come so far; of no object an empty one."""
     try:
         parsed = pydantic_core.from_json(arguments or "{}", allow_partial=True)
     except ValueError:

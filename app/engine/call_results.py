@@ -65,6 +65,7 @@ class CallResults:
         return call.stopped(self.num_choices) if isinstance(call, InterventionCall) else set()
 
     async def _json(self, choice: int, collected: Any) -> JsonObject | None:
+        """Return results as JSON, None for none; note which kinds have marked the choice, for the metrics."""
         if collected is None:
             return None
         call = self.call
@@ -98,6 +99,10 @@ async def with_results(
     *,
     is_chat: bool,
 ) -> AsyncIterator[str]:
+    """Yield the stream with each choice's results of operations.
+
+    Before the last frame comes an event for each choice that a `stop` ended in the prompt: vLLM sends none.
+    """
     call = results.call
     ended: set[int] = set()
     chunk: JsonObject = {}
@@ -121,7 +126,7 @@ async def with_results(
         try:
             await frames.aclose()
         finally:
-            engine.close_call(call)  # another one may serve by now
+            engine.close_call(call)  # `engine` made this call; a restarted one may serve now
 
 
 async def _events_of_stopped(
@@ -132,7 +137,10 @@ async def _events_of_stopped(
     *,
     is_chat: bool,
 ) -> AsyncIterator[str]:
-    """Yield the last events of choices that a `stop` ended in the prompt: vLLM sends none without text."""
+    """Yield the last events of choices that a `stop` ended in the prompt: vLLM sends none without text.
+
+    ``chunk`` is the last one that vLLM sent, whose id and time they get; empty if it sent none.
+    """
     for index in sorted(results.stopped() - ended):
         body = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": "", "logprobs": None}
         head = {
@@ -148,6 +156,7 @@ async def _events_of_stopped(
 
 
 async def _frame_with_results(chunk: JsonObject, results: CallResults) -> str:
+    """Return a chunk as an event, with the results that each of its choices has by now."""
     for choice in chunk.get("choices", ()):
         has_ended = choice.get("finish_reason") is not None
         choice_results = await (results.remaining_results if has_ended else results.new_results)(
@@ -160,6 +169,7 @@ async def _frame_with_results(chunk: JsonObject, results: CallResults) -> str:
 
 
 def note_stop(choice: JsonObject) -> None:
+    """Name the `stop` that has ended a choice as its ``stop_reason``, if one has."""
     choice_results = choice[FIELD]["results"].items()
     stops = (name for name, result in choice_results if result["type"] == "stop" and result["positions"])
     name = next(stops, None)
@@ -212,6 +222,7 @@ class _Answer:
         self._head_timer: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
+        """Pass on the application's messages: a stream's head at its first token, a body once complete."""
         if message["type"] == "http.response.start":
             self._check_failure(is_error=message["status"] >= HTTPStatus.BAD_REQUEST)
             self._head = message
@@ -231,6 +242,7 @@ class _Answer:
             await self._send_body()
 
     async def _send_body(self) -> None:
+        """Send the complete answer, with results unless it is an error."""
         content, head = bytes(self._content), self._pending_head()
         if head["status"] == HTTPStatus.OK:
             content = await json_bytes(await self._with_results(content))
@@ -240,6 +252,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": content})
 
     async def _with_results(self, content: bytes) -> Any:
+        """Return a complete answer with its results; with a list ``data``, each item has its own."""
         if not self._header(b"content-type").startswith(b"application/json"):
             raise _without_place()
         answer = with_model(json.loads(content), self._results.context.sent_model)
@@ -254,6 +267,7 @@ class _Answer:
         return answer
 
     async def _send_events(self, *, is_whole: bool) -> None:
+        """Send the events that are complete; those before the first token wait for it, with the head."""
         last_event_end = self._content.rfind(_EVENT_END)
         if last_event_end < 0 and not is_whole:
             return
@@ -267,6 +281,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": content, "more_body": not is_whole})
 
     async def _send_head(self) -> None:
+        """Send the head of a stream, once, and stop the timer that would send it late."""
         head, self._head = self._head, None
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -284,6 +299,7 @@ class _Answer:
             self._head_timer.cancel()
 
     async def _event_with_results(self, frame: bytes) -> bytes:
+        """Return an event with the results since the last one, if it carries text or ends the stream."""
         kind = _type_of(frame)
         self._check_failure(is_error=kind in _ERRORS)
         is_last = kind in _LAST_RESPONSE or kind == _LAST_MESSAGE

@@ -110,7 +110,8 @@ class EngineClient(Protocol):
         http: Request,
         *,
         inline: bool = False,
-    ) -> EngineReply: ...
+    ) -> EngineReply:
+        """Answer a body of ``/v1/completions``; the class describes the arguments."""
 
     async def chat(
         self,
@@ -119,7 +120,8 @@ class EngineClient(Protocol):
         http: Request,
         *,
         inline: bool = False,
-    ) -> EngineReply: ...
+    ) -> EngineReply:
+        """Answer a body of ``/v1/chat/completions``; the class describes the arguments."""
 
     async def vllm_app(
         self,

@@ -58,6 +58,7 @@ _LISTS: Final = frozenset({"allOf", "anyOf", "enum", "oneOf"})
 _PATTERNS: Final = frozenset({"ebnf", "grammar", "pattern", "regex"})
 _VALUES: Final = frozenset({"const", "default", "examples"})
 """Keywords of JSON Schema whose values are not schemas."""
+_MAX_DIGITS: Final = 9
 
 # An escape, a character class or a quoted string is one token; an unterminated one extends to the end of the
 # text, so that no character is scanned twice.
@@ -107,6 +108,7 @@ class GrammarBounds:
                 self._check_pattern(kind, part, _GRAMMAR if key in {"ebnf", "grammar"} else _REGEX)
 
     def _check_pattern(self, kind: str, text: str, tokens: re.Pattern[str]) -> None:
+        """Check the nesting, repetitions and alternatives of a regex or an EBNF grammar, unparsed."""
         depth = num_alternatives = 1
         for token in tokens.finditer(text):
             if token[0] == "|":
@@ -117,7 +119,7 @@ class GrammarBounds:
             else:
                 for count in filter(None, token.groups()):
                     # Python itself refuses integers of thousands of digits.
-                    repeats = int(count) if len(count) < 10 else 10**9
+                    repeats = int(count) if len(count) <= _MAX_DIGITS else 10**_MAX_DIGITS
                     self._check_limit(kind, "repetitions", repeats, self.max_repeats)
         self._check_limit(kind, "alternatives", num_alternatives, self.max_alternatives)
 
@@ -132,6 +134,7 @@ class GrammarBounds:
 
 
 def _schema_parts(value: Any) -> Iterator[tuple[int, str, Any]]:
+    """Yield each value in a JSON schema with its depth and its key, empty in lists; not the ``_VALUES``."""
     pending: list[tuple[int, str, Any]] = [(1, "", value)]
     while pending:
         depth, key, part = entry = pending.pop()
@@ -151,7 +154,7 @@ _MAX_VERDICTS: Final = 1024
 
 
 class Grammars:
-    """``cpu_s`` and ``memory_bytes`` are for the compilation of one grammar."""
+    """Accepts grammars that a process could compile; ``cpu_s`` and ``memory_bytes`` limit each."""
 
     def __init__(
         self,
@@ -226,6 +229,7 @@ class Grammars:
             structured.choice, structured.grammar = None, verdict.grammar
 
     async def _verdict(self, fields: dict[str, Any], sender: str) -> GrammarVerdict:
+        """Return a grammar's cached verdict, or that of its compilation, which all who wait for it share."""
         key = hashlib.sha256(msgspec.msgpack.encode([self._backend, fields])).digest()
         verdict = self._verdicts.get(key)
         if verdict is not None:
@@ -248,6 +252,7 @@ class Grammars:
                 del self._compiling[key]
 
     async def _compile_and_cache(self, job: GrammarJob, key: bytes, slot: Slot) -> GrammarVerdict:
+        """Compile a grammar once its slot is granted; a process that has ended is replaced once."""
         await slot.wait_granted()
         try:
             verdict = await self._compile(job)
@@ -264,7 +269,10 @@ class Grammars:
         return verdict
 
     async def _compile(self, job: GrammarJob) -> GrammarVerdict:
-        """Raise ApiError ``queue_full`` if the machine is too busy, OSError if no process can be started."""
+        """Return a forked process's verdict on a grammar.
+
+        Raises ApiError ``queue_full`` if the machine is too busy, OSError if no process can be started.
+        """
         async with await self._fork_child() as child:
             try:
                 answer = await child.answer(msgspec.msgpack.encode(job), job.max_cpu_s * _WALL)
@@ -281,6 +289,7 @@ class Grammars:
         )
 
     async def _fork_child(self) -> _Child:
+        """Have the process fork one that compiles one grammar, connected by a socket of its own."""
         async with self._forking:
             orders = self._orders or await self._start_process()
             ours, theirs = socket.socketpair()
@@ -298,6 +307,7 @@ class Grammars:
             raise
 
     async def _start_process(self) -> socket.socket:
+        """Start the process that forks, wait until it has loaded vLLM, and return the socket for orders."""
         if self._setup is None:
             raise ApiError(ErrorCode.STARTING, "The engine is loading the model; try again shortly.")
         ours, theirs = socket.socketpair()
@@ -359,7 +369,10 @@ Accept = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 
 
 async def read_accepted(model: type[Any], body: JsonObject, accept: Accept, tenant: str) -> Any:
-    """Return a body as vLLM's request, its early-compiled grammars admitted; raises ApiError."""
+    """Return a body as vLLM's request; raises ApiError.
+
+    Grammars that vLLM compiles while it validates the request are accepted first.
+    """
     tags = _structural_tags(body)
     for tag in tags:
         await accept(StructuredOutputsParams(structural_tag=tag), tenant)
@@ -379,6 +392,7 @@ def _structural_tags(body: Mapping[str, Any]) -> list[str]:
 
 
 def _compiled_first(request: Any) -> StructuredOutputsParams | None:
+    """Return the grammar of a request with tools, which vLLM compiles early; None if none, or invalid."""
     with contextlib.suppress(ValueError, TypeError, AssertionError, VLLMClientError):
         structured: StructuredOutputsParams | None = request.extract_structured_outputs()
         return structured
@@ -386,6 +400,7 @@ def _compiled_first(request: Any) -> StructuredOutputsParams | None:
 
 
 def setup_of(engine: InterventionAsyncLLM) -> GrammarSetup:
+    """Return what the process that compiles grammars needs to know of an engine."""
     model, config = engine.vllm_config.model_config, engine.vllm_config.structured_outputs_config
     return GrammarSetup(
         tokenizer=str(model.tokenizer),

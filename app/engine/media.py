@@ -29,14 +29,18 @@ class GuardedMediaConnector(MediaConnector):
     """Loads media from ``data:`` URLs, and from hosts and folders that the operator has named."""
 
     def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
-        """Raise VLLMValidationError for a URL not allowed, VLLMUnprocessableEntityError for a failure."""
+        """Load media as vLLM does, from a URL that is allowed.
+
+        Raises VLLMValidationError for one that is not, VLLMUnprocessableEntityError for a failure.
+        """
         self._check_url(url)
         try:
             return super().load_from_url(url, media_io, **options)
-        except OSError as error:  # those of requests are
+        except OSError as error:  # the errors of the package requests are
             raise _unreachable(error) from error
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
+        """Load media as vLLM does, from a URL that is allowed; raises as ``load_from_url``."""
         self._check_url(url)
         try:
             return await super().load_from_url_async(url, media_io, **options)
@@ -58,6 +62,8 @@ class GuardedMediaConnector(MediaConnector):
 
 
 def _naming_decode_errors(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a ``fetch_…`` method of vLLM's connector: its decoding errors become the client's, by ``kind``."""
+
     @functools.wraps(fetch)
     def fetched(*args: Any, **options: Any) -> Any:
         with _decode_errors_named(kind):
@@ -67,6 +73,8 @@ def _naming_decode_errors(kind: str, fetch: Callable[..., Any]) -> Callable[...,
 
 
 def _naming_decode_errors_async(kind: str, fetch: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a ``fetch_…`` method of vLLM's connector: its decoding errors become the client's, by ``kind``."""
+
     @functools.wraps(fetch)
     async def fetched(*args: Any, **options: Any) -> Any:
         with _decode_errors_named(kind):
@@ -85,7 +93,7 @@ for _kind in _KINDS:
 
 @contextlib.contextmanager
 def _decode_errors_named(kind: str) -> Iterator[None]:
-    """Raise VLLMValidationError for any error: decoders have no common class for broken data."""
+    """Raise VLLMValidationError, which names ``kind``, for what decoders raise: they have no common class."""
     try:
         yield
     except (VLLMClientError, ValueError, TypeError):  # wrong requests, to vLLM too

@@ -50,7 +50,7 @@ class LocalTraceEngine(TraceProcesses):
         self._timeout_s = settings.local_block_timeout_s
 
     async def serve_request(self, child: TraceProcess, message: dict[str, Any], job: ProcessJob) -> None:
-        """Have the trace's client run a part of its block."""
+        """Answer a message of a trace's process: ``LOCAL`` has the trace's client run a part of its block."""
         if LOCAL not in message:
             await super().serve_request(child, message, job)
             return
@@ -59,6 +59,7 @@ class LocalTraceEngine(TraceProcesses):
         job.serve(_answer_with(child, partial(self._call_client, child, data, job)))
 
     async def _call_client(self, child: TraceProcess, data: Data, job: ProcessJob) -> None:
+        """Send data to the trace's client, and its answer to the process; raises ApiError if none comes."""
         if job.request.call_client is None:
             raise _unsupported(LocalBlockError.unreachable())
         # The answer counts as received until the process has it.
@@ -123,6 +124,7 @@ class SessionTraces(TraceProcesses):
             await super().serve_request(child, message, job)
 
     async def _run_session_trace(self, child: TraceProcess, data: Data, job: ProcessJob) -> None:
+        """Run a trace that a session's process has sent, for the session's model and tenant; answer it."""
         request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # untrusted input
         _check_session_trace(request)
         # The block's process knows the model's own name only, not an adapter that the session names.
@@ -145,6 +147,7 @@ class SessionTraces(TraceProcesses):
 
 
 async def _receive_announced(child: TraceProcess, content: str) -> Data:
+    """Return the data that must follow a process's message; ``content`` names them in the error."""
     kind, data = await child.frame()
     if kind is not FrameKind.RESULT:
         raise DecodeError(f"a trace process announced {content} and sent none")

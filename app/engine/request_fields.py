@@ -18,6 +18,7 @@ from app.http.errors import DONE_FRAME
 
 
 def salt_of(body: JsonObject, caller: Principal) -> str:
+    """Return whose cache salt a prompt has (``client``, ``tenant`` or ``none``), for the metrics."""
     if body.get("cache_salt"):
         return "client"
     return "tenant" if caller.has_key else "none"
@@ -50,6 +51,7 @@ _HOLDERS: Final = ("response", "message")
 
 
 def with_model(body: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """Return an answer or an event that names ``model`` wherever it names one; None changes nothing."""
     if model is None:
         return body
     holders = {name: with_model(body[name], model) for name in _HOLDERS if isinstance(body.get(name), dict)}
@@ -57,6 +59,7 @@ def with_model(body: dict[str, Any], model: str | None) -> dict[str, Any]:
 
 
 def event_with_model(event: str, model: str) -> str:
+    """Return a server-sent event whose JSON names ``model``."""
     if not event.startswith(_DATA) or event == DONE_FRAME:
         return event
     body = with_model(json.loads(event.removeprefix(_DATA)), model)

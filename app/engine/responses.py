@@ -58,7 +58,10 @@ class LabelBudget:
 async def features_json(
     result: CollectedFeatures, operations: Sequence[Intervention], budget: LabelBudget
 ) -> dict[str, Any]:
-    """Raise ApiError ``capture_too_large`` if the labels exceed the budget of the answer."""
+    """Return active features as JSON, with their labels.
+
+    Raises ApiError ``capture_too_large`` if the labels exceed the budget of the answer.
+    """
     active = result.ids[result.activations != 0.0] if result.drops_zeros else result.ids
     features, counts = np.unique(active, return_counts=True)
     reader = _label_reader(result.name, operations)
@@ -80,6 +83,7 @@ async def features_json(
 
 
 def _label_reader(name: str, operations: Sequence[Intervention]) -> LabelReader | None:
+    """Return the labels of the dictionary that the operation of a result reads; None for an unnamed one."""
     for operation in operations:
         if (
             isinstance(operation, Features)
@@ -136,6 +140,7 @@ async def choice_json(
     work.meter.captured_bytes += sum(map(_num_bytes, arrays.values()))
     text_bytes = sum(_text_bytes(result, arrays[result.name]) for result in collected.results)
     has_large_text = text_bytes > settings.inline_json_bytes and not inline
+    # Tensors are embedded or linked by their total size, numbers are linked if their JSON would be large.
     tensors, numbers, labels = (
         _TensorsInFile(),
         _TensorsInFile(),
@@ -145,7 +150,8 @@ async def choice_json(
     for result in collected.results:
         if has_large_text and (result_arrays := arrays[result.name]):
             links = {
-                at: numbers.add(result.name, at, _tensor_of(array)) for at, array in result_arrays.items()
+                path: numbers.add(result.name, path, _tensor_of(array))
+                for path, array in result_arrays.items()
             }
             result_json = _linked_json(result, links)
         elif isinstance(result, CollectedFeatures):
@@ -164,19 +170,28 @@ async def choice_json(
         _link_tensors(in_file, f"{base_path}/v1/results/{file.id}", file.expires_at)
     if collected.final:
         work.note_tier(collected.tier)
-    if collected.final and collected.is_code:
-        answer["provenance"] = {"tier": collected.tier}
-    elif collected.final:
-        answer["applied"] = _applied_json(collected.applied, operations)
-        answer["provenance"] = {
-            "fingerprint": collected.fingerprint,
-            "cached_tokens": collected.cached_tokens,
-            "recomputed_tokens": collected.recomputed_tokens,
-            "drafted_rows": collected.drafted_rows,
-            "refused_rows": collected.refused_rows,
-            "tier": collected.tier,
+        answer |= _final_json(collected, operations, work)
+    return answer
+
+
+def _final_json(
+    collected: CollectedResults, operations: Sequence[Intervention], work: WorkContext
+) -> dict[str, Any]:
+    """Return what the last results of a choice tell beside the results: how they came about."""
+    answer: dict[str, Any] = {"provenance": {"tier": collected.tier}}
+    if not collected.is_code:
+        answer = {
+            "applied": _applied_json(collected.applied, operations),
+            "provenance": {
+                "fingerprint": collected.fingerprint,
+                "cached_tokens": collected.cached_tokens,
+                "recomputed_tokens": collected.recomputed_tokens,
+                "drafted_rows": collected.drafted_rows,
+                "refused_rows": collected.refused_rows,
+                "tier": collected.tier,
+            },
         }
-    if collected.final and work.presets:
+    if work.presets:
         answer["provenance"]["presets"] = list(work.presets)
     return answer
 
@@ -205,20 +220,21 @@ async def tensors_json(
 def _applied_json(
     applied: Sequence[CollectedSites], operations: Sequence[Intervention]
 ) -> list[dict[str, Any]]:
+    """Return where each operation was applied, with the versions of the stored things that it named."""
     plain = [
         {key: value for key, value in dataclasses.asdict(entry).items() if value is not None}
         for entry in applied
     ]
     for entry, operation in zip(plain, operations, strict=False):
-        detectors = [named.model_dump() for named in detectors_used(operation).values()]
+        detectors = [detector.model_dump() for detector in detectors_used(operation).values()]
         if detectors:
             entry["detectors"] = detectors
-        dictionaries = [named.model_dump() for named in dictionaries_used(operation).values()]
+        dictionaries = [dictionary.model_dump() for dictionary in dictionaries_used(operation).values()]
         if dictionaries:
             entry["dictionaries"] = dictionaries
         used = [
-            named.model_dump()
-            for path, named in vectors_used(operation).items()
+            vector.model_dump()
+            for path, vector in vectors_used(operation).items()
             if not path.startswith("when.")
         ]
         if used and isinstance(operation, Steer) and operation.vectors is not None:
@@ -233,6 +249,7 @@ def _num_bytes(arrays: Mapping[str, Array]) -> int:
 
 
 def _text_bytes(result: CollectedResult, arrays: Mapping[str, Array]) -> int:
+    """Return about how many bytes a result's numbers have as JSON."""
     num_numbers = _num_bytes(arrays) // _NUMBER_BYTES
     is_plain = isinstance(result, CollectedProbe | CollectedScores)
     # A token or a feature has two numbers.
@@ -240,6 +257,7 @@ def _text_bytes(result: CollectedResult, arrays: Mapping[str, Array]) -> int:
 
 
 def _arrays_of(result: CollectedResult) -> dict[str, Array]:
+    """Return the numbers of a result that may be in a file instead, by their paths in it."""
     if isinstance(result, CollectedProbe):
         return dict(result.points)
     if isinstance(result, CollectedScores):
@@ -269,6 +287,7 @@ class _TensorsInFile(dict[str, tuple[TensorResult, dict[str, Any]]]):
     """Tensors by their keys in a file, each with its object in the answer, which is filled in last."""
 
     def add(self, name: str, path: str, tensor: TensorResult) -> dict[str, Any]:
+        """Add a tensor; return its object in the answer, which ``embed`` or ``_link_tensors`` fills in."""
         key = f"{_escaped(name)}/{path}"
         if key in self:
             raise ApiError(
@@ -280,6 +299,7 @@ class _TensorsInFile(dict[str, tuple[TensorResult, dict[str, Any]]]):
         return self[key][1]
 
     def embed(self) -> None:
+        """Fill in the tensors as base64; none is left for a file."""
         for tensor, tensor_json in self.values():
             tensor_json["dtype"], tensor_json["shape"] = tensor.dtype, list(tensor.shape)
             tensor_json["data"] = base64.b64encode(tensor.data).decode("ascii")
@@ -290,6 +310,7 @@ class _TensorsInFile(dict[str, tuple[TensorResult, dict[str, Any]]]):
 def _link_tensors(
     tensors: Mapping[str, tuple[TensorResult, dict[str, Any]]], url: str, expires_at: float
 ) -> None:
+    """Fill in the objects of tensors in a stored file: its URL, the tensor's key in it, and its expiry."""
     for key, (tensor, tensor_json) in tensors.items():
         tensor_json["url"], tensor_json["format"], tensor_json["key"] = url, "safetensors", key
         tensor_json["dtype"], tensor_json["shape"] = tensor.dtype, list(tensor.shape)
@@ -328,6 +349,8 @@ def _number_rows(values: Array) -> Rows:
 
 
 def _lens_rows(rows: LensRows, decode: Decode) -> Rows:
+    """Return a layer's rows, one for each position, that are made while they are serialized."""
+
     def rows_between(start: int, stop: int) -> Iterator[dict[str, Any]]:
         for top, targets in rows.rows(start, stop):
             yield {
@@ -353,6 +376,8 @@ def _capture_json(capture: CollectedCapture, tensors: _TensorsInFile) -> dict[st
 
 
 def _trace_json(result: CollectedTrace, tensors: _TensorsInFile) -> dict[str, Any]:
+    """Return what a trace has saved as JSON; its tensors are added to ``tensors``."""
+
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, TensorResult):
             return tensors.add(result.name, path, value)

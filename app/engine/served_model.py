@@ -47,8 +47,9 @@ class ServedModel:
     def all_names(self) -> tuple[str, ...]:
         """The names that clients may use; those under which it is served come first."""
         source = posixpath.normpath(self.source)
-        others = (posixpath.basename(source),) if _is_path(source) else (source, posixpath.basename(source))
-        return tuple(dict.fromkeys((*self.names, *others, *self.adapters)))
+        base_name = posixpath.basename(source)
+        source_names = (base_name,) if _is_path(source) else (source, base_name)
+        return tuple(dict.fromkeys((*self.names, *source_names, *self.adapters)))
 
     def is_other(self, name: str) -> bool:
         """Return whether a file that names its model is for another one; False if that cannot be told.
@@ -95,8 +96,9 @@ class ServedModel:
             return
         knows_shapes = bool(self.fingerprint and head.fingerprint)
         is_same_shape = knows_shapes and head.fingerprint == self.fingerprint
-        decides = _is_path(head.model) and knows_shapes
-        if is_same_shape if decides else self._is_called(head.model):
+        fingerprint_decides = _is_path(head.model) and knows_shapes
+        is_ours = is_same_shape if fingerprint_decides else self._is_called(head.model)
+        if is_ours:
             return
         raise ApiError(
             ErrorCode.MODEL_NOT_FOUND,
@@ -125,6 +127,7 @@ def _comparable(name: str) -> str:
 
 
 def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
+    """Return what clients may know of the served model: its points, operations, limits and sizes."""
     operations = {operation for leaf in spec.leaves for operation in leaf.operations}
     generates = any(leaf.name == "logits" for leaf in spec.leaves)
     operations |= {"trace"} if generates and takes_code(settings) else set()
@@ -153,6 +156,7 @@ def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
 
 
 def spec_of(capabilities: Capabilities) -> ModelSpec:
+    """Return the model's spec as far as its capabilities tell it, for checks before the engine is asked."""
     sizes = capabilities.sizes
     leaves = tuple(
         LeafSpec(

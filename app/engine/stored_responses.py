@@ -60,6 +60,7 @@ class StoredResponses(MutableMapping[str, Any]):
             raise
 
     def _drop(self, entries: list[Entry], max_entries: int) -> None:
+        """Remove the oldest entries that are not needed, down to ``max_entries``; raises ``queue_full``."""
         num_over = len(entries) - max_entries
         for key in entries if num_over > 0 else ():
             if not self._is_needed(key, self._entries[key]):

@@ -76,6 +76,7 @@ class ProcessJob:
         self._share.add(len(frame.data))
 
     async def read_frames(self) -> AsyncGenerator[Frame, None]:
+        """Yield the frames for the client as they come; raises the ApiError that ends the trace."""
         try:
             while (item := await self.frames.get()) is not None:
                 if isinstance(item, ApiError):
@@ -210,7 +211,10 @@ class TraceProcesses:
             job.frames.put_nowait(refusal)
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:  # noqa: ARG002 - the protocol's
-        """Raise ApiError also if no process can be started, or the process ended; see ``TraceEngine``."""
+        """Run a trace in a process, see ``TraceEngine``.
+
+        Raises ApiError also if no process can be started, or the process ended.
+        """
         if request.sandbox_of is not None:
             raise ApiError(
                 ErrorCode.SANDBOX_MISSING,
@@ -234,6 +238,8 @@ class TraceProcesses:
                 self.notify_positions()
 
     def _check_takes_more(self, request: TraceRequest) -> None:
+        """Raise ``queue_full`` if the trace has to wait and its tenant has its share of the queue already."""
+
         def waiting_of(tenant: str) -> int:
             return sum(tenant in {"", job.request.tenant} for job in self._queue)
 
@@ -269,6 +275,7 @@ class _ProcessSlot:
         self._num_runs = 0
 
     async def drive(self, after: Awaitable[Any] | None) -> None:
+        """Run the queue's traces one after another, for ever."""
         if after is not None:
             await after
         while True:
@@ -279,6 +286,7 @@ class _ProcessSlot:
                 await asyncio.sleep(_RETRY_S)
 
     async def _run_next(self) -> None:
+        """Run the next trace of the queue; its errors are for its client, and do not end the slot."""
         if self._traces.starts_ahead:
             with contextlib.suppress(ApiError):
                 await self._ready_process()
@@ -313,6 +321,7 @@ class _ProcessSlot:
             self._is_settled = True
 
     async def _ready_process(self) -> TraceProcess:
+        """Return the running process, or a new one; raises ApiError if it fails or has just failed."""
         if self.child is not None and not self.child.has_ended:
             return self.child
         await self.drop()
@@ -365,6 +374,7 @@ class _ProcessSlot:
                 return
 
     async def _run_in(self, child: TraceProcess, job: ProcessJob) -> None:
+        """Run a trace in a process until its last frame; ProcessEndedError also for an invalid message."""
         self._num_runs += 1
         number = self._num_runs
         started_at = time.monotonic()
@@ -421,6 +431,7 @@ class _ProcessSlot:
         return False
 
     async def _on_event(self, child: TraceProcess, event: dict[str, Any], job: ProcessJob) -> None:
+        """Pass a state or a print on to the client; serve another event as a request of the process."""
         status = event.get("status")
         if status == JobStatus.RUNNING:
             if not job.has_begun:
@@ -435,6 +446,7 @@ class _ProcessSlot:
             await self._traces.serve_request(child, event, job)
 
     def _trace_error(self, event: dict[str, Any], job: ProcessJob) -> ApiError:
+        """Return the error that a process reports as the client may see it."""
         error = event.get("error")
         error = error if isinstance(error, dict) else {}
         if error.get("code") == ErrorCode.INVALID_TRACE:
@@ -459,6 +471,7 @@ class _ProcessSlot:
 
 
 async def _receive_status(child: TraceProcess) -> dict[str, Any]:
+    """Return a process's next message, which is about its own state and not about a trace."""
     message = (await child.frame()).json()
     if not isinstance(message, dict):
         raise DecodeError("the first message of a trace process must be an object")

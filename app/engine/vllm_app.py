@@ -101,6 +101,7 @@ class VLLMApp(FastAPI):
                 return  # the handler says the same
 
     async def use(self, engine: Any) -> None:
+        """Serve with this engine from now on: set up vLLM's state, load adapters again, mend its classes."""
         tasks = await engine.get_supported_tasks()
         if not self._has_routes:  # an engine that is started again has the same
             self._has_routes = True
@@ -129,7 +130,7 @@ class VLLMApp(FastAPI):
             setattr(self.state.openai_serving_responses, name, store)
 
     def serving(self, name: str) -> Any:
-        """Return one of vLLM's serving classes; raises ApiError if the model does not generate."""
+        """Return vLLM's serving class of this name in its state; ApiError if the model does not generate."""
         serving_class = getattr(self.state, name, None)
         if serving_class is None:
             raise ApiError(
@@ -146,6 +147,7 @@ class _Corrected:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on vLLM's answer; an error is held until it is complete, and its text corrected."""
         held_messages: list[Message] = []
 
         async def sent(message: Message) -> None:
@@ -166,6 +168,7 @@ class _Corrected:
 
 
 async def _error_answer(_request: Request, error: Exception) -> Response:
+    """Answer an exception of one of vLLM's routes as this server does, instead of vLLM's own handler."""
     refusal = refusal_of(error)
     if isinstance(refusal, ApiError):
         return error_response(refusal)
@@ -204,6 +207,7 @@ class BackgroundApp:
 
 
 async def _wait_ended(task: asyncio.Task[None], scope: Scope) -> None:
+    """Wait for a response's task until the request's deadline, which cancels it; note its error."""
     reached = context_of(scope).deadline.reached
     waited_for: set[asyncio.Future[Any]] = {task, reached}
     await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +221,7 @@ async def _wait_ended(task: asyncio.Task[None], scope: Scope) -> None:
 
 
 async def counted(answering: Awaitable[EngineReply], state: State) -> EngineReply:
-    """Return the reply; the request counts until it is complete or its stream is closed."""
+    """Return the reply; the request counts for ``/load`` until it is complete or its stream is closed."""
     if not state.enable_server_load_tracking:
         return await answering
     state.server_load_metrics += 1

@@ -63,6 +63,7 @@ def parse(arguments: list[str], *, compiles: bool = False) -> argparse.Namespace
 
 
 def engine_arguments(args: argparse.Namespace, settings: Settings) -> AsyncEngineArgs:
+    """Return the engine's arguments: those of the command line, and what interventions need."""
     limits = EngineLimits(
         settings.max_capture_bytes_per_request,
         settings.max_capture_bytes_engine,

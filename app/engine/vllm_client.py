@@ -157,6 +157,7 @@ class VLLMEngineClient:
         return self._loaded_texts
 
     async def start(self) -> None:
+        """Load the model in a thread, warm it up and get ready; also after an engine has died."""
         if self.started.is_set():
             spawn_engines()
         self._socket_folder = None if is_socket_folder_set() else claim_socket_folder()
@@ -186,6 +187,7 @@ class VLLMEngineClient:
         self.started.set()
 
     async def died(self) -> None:
+        """Wait until the engine has died; one that hangs is killed."""
         watching = asyncio.create_task(self._end_stalled(self.engine), name="engine-stall")
         try:
             await self.engine.died()
@@ -194,6 +196,7 @@ class VLLMEngineClient:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _end_stalled(self, engine: InterventionAsyncLLM) -> None:
+        """Kill the engine once it hangs; a timeout of 0 disables this."""
         timeout_s, step_s = self._settings.engine_stall_timeout_s, self._settings.trace_step_s
         if not timeout_s:
             return
@@ -230,6 +233,7 @@ class VLLMEngineClient:
             pass
 
     def _load_engine(self) -> InterventionAsyncLLM:
+        """Return the loaded engine, in a thread; UnsupportedOptionError for options that vLLM refuses."""
         for adapter in self._args.lora_modules or ():  # a relative path may be a repository's name
             adapter.path = get_adapter_absolute_path(adapter.path)
         register_connector()
@@ -245,6 +249,7 @@ class VLLMEngineClient:
         )
 
     async def close(self) -> None:
+        """Stop the engine, one that still loads too, and release its folders."""
         self._is_ready = False
         await self._grammars.close()
         loading, self._loading = self._loading, None
@@ -282,7 +287,10 @@ class VLLMEngineClient:
         )
 
     def _adapter_of(self, head: TraceHead) -> LoRARequest | None:
-        """Raise ApiError ``model_not_found`` if the adapter was unloaded since the trace was accepted."""
+        """Return the adapter that a trace names; None for the model itself.
+
+        Raises ApiError ``model_not_found`` if it was unloaded since the trace was accepted.
+        """
         self.served().check(head)
         return self._vllm_app.adapters.get(head.model)
 
@@ -346,17 +354,19 @@ class VLLMEngineClient:
         streams: bool,
         in_background: bool = False,
     ) -> ASGIApp:
+        """Return vLLM's application for one request, with the call of its interventions if it has some."""
         if in_background:
             return BackgroundApp(self._vllm_app, self._vllm_app.serving("openai_serving_responses"))
         if not interventions:
             return self._vllm_app
         call = await self._new_call(interventions, http, streams=streams)
-        return InterveningApp(self._vllm_app, self.engine, self._results_of(call, 1, http))
+        return InterveningApp(self._vllm_app, self.engine, self._results_of(call, num_choices=1, http=http))
 
     def check_passed_body(self, path: str, fields: JsonObject) -> None:
         self._vllm_app.check_body(path, fields)
 
     async def tokenize(self, request: TokenizeRequest, http: Request) -> EngineReply:
+        """Return tokens with their texts; of ids that the client sends, vLLM only checks the request."""
         serving, sent_ids = self._vllm_app.state.serving_tokenization, ids_of(request)
         serve = serving.create_tokenize if sent_ids is None else serving.create_detokenize
         vllm_request = await tokenize_request(request, self.engine.spec)
@@ -377,6 +387,10 @@ class VLLMEngineClient:
         *,
         inline: bool,
     ) -> EngineReply:
+        """Answer a body with ``serve``, vLLM's handler of requests of the class ``model``.
+
+        With interventions the task carries their call, and their results are added to the choices.
+        """
         request = await read_accepted(model, body, self._grammars.accept, context_of(http.scope).tenant)
         refusals = Refusals(body, model.model_fields)
         if not interventions:
@@ -426,6 +440,7 @@ class VLLMEngineClient:
     async def _new_call(
         self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool
     ) -> Call:
+        """Return the call that carries a request's interventions into the engine: code, or operations."""
         operation, *_ = interventions
         if isinstance(operation, Trace):  # always the only operation
             param = f"{FIELD}.0"
@@ -450,6 +465,7 @@ class VLLMEngineClient:
         return declared
 
     async def _serve(self, serve: Serve, request: Any, http: Request, refusals: Refusals) -> Any:
+        """Have a vLLM serving class answer; its refusals become ApiErrors."""
         with refusals:
             try:
                 answer = await serve(request, Request({**http.scope, "app": self._vllm_app}, http.receive))

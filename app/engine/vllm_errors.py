@@ -152,6 +152,7 @@ class Refusals:
             raise self.refused(error) from error
 
     def refused(self, error: RefusedError) -> ApiError:
+        """Return vLLM's refusal as this server's error, with the field that it is about."""
         if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
             return ApiError(ErrorCode.QUEUE_FULL, f"{_sentence(error.text)}; send this again later.")
         if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and error.status != HTTPStatus.NOT_IMPLEMENTED:
@@ -166,8 +167,9 @@ class Refusals:
         For a field of a union type the message lists the problem of each type, at the deepest path.
         """
         with_paths = [(self._path(problem), problem["msg"]) for problem in problems[:_MANY]]
-        top = with_paths[0][0][:1]
-        deepest = max((path for path, _ in with_paths if path[:1] == top), key=len)
+        first_path, _ = with_paths[0]
+        field = first_path[:1]
+        deepest = max((path for path, _ in with_paths if path[:1] == field), key=len)
         messages = dict.fromkeys(
             message.removeprefix("Value error, ").replace(*_FRACTION)
             for path, message in with_paths
@@ -184,6 +186,7 @@ class Refusals:
         return path_in(self._body, problem["loc"], keep_last=problem["type"] == "missing")
 
     def _as_sentence(self, text: str, param: str | None, kind: _Kind) -> ApiError:
+        """Return the error: vLLM's text, the value that the client sent, and what to do next."""
         sent_values = () if param is None else _values_at(self._body, param)
         value = "".join(
             f", got {excerpt(sent_value)}"
@@ -194,6 +197,7 @@ class Refusals:
         return ApiError(kind.code, f"{text}{value}{f'; {step}' if step else ''}.", param)
 
     def _param(self, kind: _Kind, named: str | None, text: str) -> str | None:
+        """Return the field that a refusal is about, None if unknown; ``named`` is the one that vLLM names."""
         fields = self._fields
         if named is not None and named.partition(".")[0] in fields:
             param: str | None = named
@@ -230,6 +234,7 @@ def _next_step(param: str | None, *, is_given: bool) -> str:
 
 
 def _is_huge(value: object) -> bool:
+    """Return whether a JSON value has an integer that does not fit into 64 bits with a sign."""
     if isinstance(value, int):
         return value.bit_length() > _BITS
     if isinstance(value, Mapping):
@@ -250,6 +255,7 @@ def _has_value(value: object) -> bool:
 
 
 def _values_at(body: Mapping[str, Any], param: str) -> tuple[Any, ...]:
+    """Return the value at a dotted path of the body, in a tuple; an empty tuple if there is none."""
     value: Any = body
     for part in param.split("."):
         if isinstance(value, Mapping) and part in value:
@@ -350,6 +356,7 @@ def raise_message_errors(serving: Any) -> None:
 
 
 def answer_of(error: Exception) -> ErrorResponse:
+    """Return an error as an answer of vLLM's, from which its route makes the response."""
     refusal = refusal_of(error)
     if isinstance(refusal, RefusedError):
         refused: ErrorResponse = create_error_response(cause_of(error))
@@ -386,6 +393,10 @@ def trace_refusal(error: Exception, field: str, params: Mapping[str, Any]) -> Ap
         names = SamplingParams.__struct_fields__
         refusal = Refusals(params, (*names, _PROMPT)).refused(RefusedError.of(error))
         top = (refusal.param or "").partition(".")[0]
-        field_path = f".sampling.{refusal.param}" if top in names else f".{_PROMPT}" if top == _PROMPT else ""
+        field_path = ""
+        if top in names:
+            field_path = f".sampling.{refusal.param}"
+        elif top == _PROMPT:
+            field_path = f".{_PROMPT}"
         return ApiError(refusal.code, refusal.message, f"{field}{field_path}")
     return None

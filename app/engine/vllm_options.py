@@ -122,16 +122,19 @@ def refuse_with_replicas(options: Sequence[str]) -> None:
             "them; give adapters at the start, --lora-modules"
         )
     names = [option.partition("=")[0].replace("_", "-") for option in options]
-    key_option = "--api-key" if "--api-key" in names else "VLLM_API_KEY" if vllm_key() else ""
+    key_option = "VLLM_API_KEY" if vllm_key() else ""
+    if "--api-key" in names:
+        key_option = "--api-key"
     if key_option:
         raise UnsupportedOptionError(
             f"{key_option} is not supported: replicas share the keys of their database, which "
             "`nnsight-engine keys create` makes (docs/keys.md)"
         )
-    of_one = next((name for name in names if name.startswith(_OF_ONE_SERVER)), None)
-    if of_one is not None:
+    server_option = next((name for name in names if name.startswith(_OF_ONE_SERVER)), None)
+    if server_option is not None:
         raise UnsupportedOptionError(
-            f"{of_one} is not supported: with replicas the front answers, at --host and --port; {_PROXY}"
+            f"{server_option} is not supported: with replicas the front answers, at --host and --port; "
+            f"{_PROXY}"
         )
 
 
@@ -170,7 +173,8 @@ class _Parser(argparse.ArgumentParser):
 def parse_recorded(arguments: Sequence[str], own_flags: Iterable[str] = ()) -> argparse.Namespace:
     """Return the values of vLLM's options as far as they can be told without vLLM; others are None.
 
-    Raises UnsupportedOptionError for unknown options and wrong kinds of values.
+    Raises UnsupportedOptionError for unknown options, for which ``own_flags`` are suggested too, and wrong
+    kinds of values.
     """
     options = json.loads(RECORD.read_text(encoding="utf-8"))
     parser = _Parser(add_help=False)
@@ -218,6 +222,7 @@ def _with_dashes(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _value_reader(option: dict[str, Any]) -> Callable[[str], Any]:
+    """Return argparse's converter for a recorded option; what vLLM itself has to decide becomes None."""
     kind, choices = option.get("kind", "text"), option.get("choices")
     convert, words = _KINDS[kind]
 

@@ -35,7 +35,7 @@ _TRANSFERS: Final = {"kv_transfer_params", "ec_transfer_params"}
 
 
 async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: bool = False) -> Any:
-    """Raise ApiError for a body that is invalid, or that vLLM would accept and fail on later."""
+    """Return a body as vLLM's request; ApiError if it is invalid, or vLLM would accept it and fail later."""
     fields = dict(body)  # vLLM's validators modify it
     try:
         try:
@@ -57,9 +57,10 @@ async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: b
 
 
 def _check_request(request: Any) -> None:
-    named = _TRANSFERS & set(getattr(request, "vllm_xargs", None) or ())
-    if named:
-        name = min(named)
+    """Raise ApiError for what vLLM would accept, and fail on later."""
+    reserved_names = _TRANSFERS & set(getattr(request, "vllm_xargs", None) or ())
+    if reserved_names:
+        name = min(reserved_names)
         raise ApiError(
             ErrorCode.INVALID_VALUE,
             f"`vllm_xargs` may not name {name!r}, which is an object: send it as the field `{name}`.",
@@ -87,6 +88,7 @@ async def refusing(frames: AsyncGenerator[str, None], refusals: Refusals) -> Asy
 
 @functools.cache
 def _fields_of(model: type[BaseModel]) -> type[BaseModel]:
+    """Return a class with the fields of one of vLLM's, without its validators."""
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in model.model_fields.items()}
     return create_model(model.__name__, __config__=ConfigDict(extra="allow"), **fields)
 
@@ -120,13 +122,19 @@ def ids_of(request: TokenizeRequest) -> list[int] | None:
     return prompt if isinstance(prompt, list) else None
 
 
-async def tokenize_request(request: TokenizeRequest, spec: ModelSpec) -> Any:
-    """Return vLLM's request for ours; raises ApiError ``unknown_token``, ``invalid_value``."""
+async def tokenize_request(
+    request: TokenizeRequest, spec: ModelSpec
+) -> _Text | _Messages | DetokenizeRequest:
+    """Return vLLM's request for ours; raises ApiError ``unknown_token``, ``invalid_value``.
+
+    Ids need no tokens: their request is one to detokenize, with which vLLM still checks the model's name.
+    """
     body = request.root.model_dump(exclude_none=True)
     ids = ids_of(request)
     if ids is None:
         model: type[_Text | _Messages] = _Messages if isinstance(request.root, TokenizeMessages) else _Text
-        return await read_request(model, body)
+        tokenizing: _Text | _Messages = await read_request(model, body)
+        return tokenizing
     if len(ids) > spec.max_model_len:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
@@ -140,7 +148,10 @@ async def tokenize_request(request: TokenizeRequest, spec: ModelSpec) -> Any:
             f"A token's id lies between 0 and {spec.vocab_size - 1} here, got {excerpt(ids[index])}.",
             f"prompt.{index}",
         )
-    return await read_request(DetokenizeRequest, {"model": body.get("model"), "tokens": ids})
+    detokenizing: DetokenizeRequest = await read_request(
+        DetokenizeRequest, {"model": body.get("model"), "tokens": ids}
+    )
+    return detokenizing
 
 
 def texts_of(ids: Sequence[int], text_of: Callable[[int], str]) -> list[str]:

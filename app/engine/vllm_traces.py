@@ -62,7 +62,7 @@ _EXTRA: Final = dict[str, _Scalar | list[_Scalar] | None]
 
 
 def sampling_params(sent: Mapping[str, Any], field: str) -> SamplingParams:
-    """Raise ApiError if a parameter is unknown, or has a wrong type or value."""
+    """Return a client's parameters as vLLM's; ApiError if one is unknown, or has a wrong type or value."""
     named = {name: value for name, value in sent.items() if not (name in _DERIVED or name.startswith("_"))}
     unknown = named.keys() - set(SamplingParams.__struct_fields__)
     if unknown:
@@ -92,6 +92,7 @@ def sampling_params(sent: Mapping[str, Any], field: str) -> SamplingParams:
 
 
 def _check_extra(extra: Any, field: str) -> None:
+    """Raise for ``extra_args`` that are no plain values, or have a key of the server's own."""
     if extra is None:
         return
     reserved = msgspec.convert(extra, _EXTRA).keys() & _RESERVED
@@ -130,6 +131,7 @@ class VLLMTraceEngine:
         self._sandboxes = sandboxes
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+        """Run a trace's blocks in vLLM's workers, see ``TraceEngine``; a sandboxed one waits for a slot."""
         check_head(request.head)
         if request.sandbox_of is not None:
             with translating_engine_death():
@@ -156,6 +158,7 @@ class VLLMTraceEngine:
 
 @contextlib.contextmanager
 def _translating_errors(run: MergedRun) -> Iterator[None]:
+    """Raise the run's errors as ApiErrors about the invoke that failed; unexpected ones are logged."""
     try:
         yield
     except SlowReaderError as error:
@@ -197,7 +200,7 @@ def check_head(head: TraceHead) -> None:
 def requests_of(
     request: TraceRequest, job_id: str, settings: Settings, adapter: LoRARequest | None = None
 ) -> TraceRequests:
-    """Raise ApiError if vLLM cannot use one of the trace's requests, or they exceed a limit."""
+    """Return a trace's requests, one for each invoke; ApiError if vLLM cannot use one, or for a limit."""
     head = request.head
     all_params = [
         sampling_params(invoke.sampling, f"invokes.{index}") for index, invoke in enumerate(head.invokes)
@@ -213,8 +216,8 @@ def requests_of(
     edits = [[_edit_entry(edit, request) for edit in invoke.edits] for invoke in head.invokes]
     num_bytes = sum(
         params.n * len(edit.data or b"")
-        for params, chosen in zip(all_params, edits, strict=True)
-        for edit in chosen
+        for params, invoke_edits in zip(all_params, edits, strict=True)
+        for edit in invoke_edits
     )
     if num_bytes > settings.max_trace_request_bytes:
         raise ApiError(
@@ -223,6 +226,7 @@ def requests_of(
             f"{settings.max_trace_request_bytes:,}.",
             "invokes",
         )
+    # The blocks go to the workers with the only request, or once, ahead of several.
     data = bytes(request.blocks)
     requests = TraceRequests(job_id, data if num_requests > 1 else None)
     for index, (invoke, params) in enumerate(zip(head.invokes, all_params, strict=True)):
@@ -245,6 +249,7 @@ class _Frames:
         self._deltas: dict[int, list[tuple[int, bytes]]] = {}
 
     def of(self, event: TraceStarted | TraceEvent | Output) -> Iterator[Frame]:
+        """Yield the frames for an event of the run; deltas of saved values wait for a block's next output."""
         if isinstance(event, TraceStarted):
             yield event_frame(JobStatus.RUNNING, engine=VLLMTraceEngine.name)
         elif isinstance(event, TraceEvent):
@@ -255,6 +260,7 @@ class _Frames:
             yield Frame(FrameKind.OUTPUT, self._output_data(event.block, event.output))
 
     def of_end(self, finished: FinishedTrace) -> Iterator[Frame]:
+        """Yield the frames that end a trace: last prints, its block's error, the outputs and the result."""
         work = current_work()
         if work is not None:
             work.note_tier(finished.tier)
@@ -265,6 +271,7 @@ class _Frames:
         yield Frame(FrameKind.RESULT, finished.data)
 
     def _output_data(self, block: int, output: RequestOutput) -> bytes:
+        """Return the message of a block's output, with the deltas of saved values since the last one."""
         choices = [
             {
                 "index": choice.index,

@@ -34,6 +34,8 @@ _SHUTDOWN_MARGIN_S: Final = 15.0
 _HEALTH_PERIOD_S: Final = 5.0
 _HEALTH_TIMEOUT_S: Final = 30.0
 _RETRIES: Final = 2
+_FRONT_REQUESTS: Final = 8
+"""The most running requests of a front, as a multiple of a replica's."""
 _MIN_CPUS: Final = 0.1
 _NO_ACCESS_LOG: Final = {"enable_access_log": False}
 _NOT_A_NAME: Final = re.compile(r"[^\w.-]+")
@@ -63,10 +65,11 @@ def no_keys(why: str) -> UnsupportedOptionError:
 
 
 def front_of(options: ReplicaOptions, settings: Settings, deployments: Sequence[Application]) -> Application:
+    """Return the deployment of the front, over ``deployments``, the replicas of each model."""
     front = serve.deployment(serve.ingress()(ServedFront))
     return front.options(
         name="front",
-        max_ongoing_requests=options.max_ongoing_requests * 8,
+        max_ongoing_requests=options.max_ongoing_requests * _FRONT_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
         ray_actor_options={"num_cpus": 0},
         logging_config=_NO_ACCESS_LOG,
@@ -85,8 +88,8 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
             f"the cluster has {len(nodes)} nodes, and replicas that listen on {options.host} are reachable "
             "from their own node only: set `host: 0.0.0.0`, which requires keys"
         )
-    shared = [resources_of(options_of_model, options.models, nodes) for options_of_model in options.models]
-    model, resources = options.models[index], shared[index]
+    all_resources = [resources_of(its_options, options.models, nodes) for its_options in options.models]
+    model, resources = options.models[index], all_resources[index]
     if model.num_devices > 1 and not resources["num_gpus"]:
         logger.warning(
             "the engine of %s needs %d GPUs, and the Ray cluster has none: it is started on CPU cores; if "
@@ -94,7 +97,7 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
             model.names[0],
             model.num_devices,
         )
-    earlier = zip(options.models[:index], shared[:index], strict=True)
+    earlier_models = zip(options.models[:index], all_resources[:index], strict=True)
     stop_s = settings.drain_timeout_s + _SHUTDOWN_MARGIN_S
     server = ServerOptions(
         arguments=[*([] if model.model is None else [model.model]), *model.arguments],
@@ -102,8 +105,8 @@ def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Appl
         host=options.host,
         num_cores=num_cores_of(model, resources),
         first_core=sum(
-            options_of_model.max_replica_count * num_cores_of(options_of_model, its_resources)
-            for options_of_model, its_resources in earlier
+            its_options.max_replica_count * num_cores_of(its_options, its_resources)
+            for its_options, its_resources in earlier_models
         ),
         stop_s=stop_s,
     )

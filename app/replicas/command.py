@@ -78,6 +78,7 @@ class RayReplicas:
         return True
 
     async def start(self) -> None:
+        """Start the replicas, and wait until they serve; why they do not yet is logged."""
         log_task = asyncio.create_task(self._log_unstarted(), name="replicas-waiting")
         try:
             handles = await asyncio.to_thread(self._deploy)
@@ -94,6 +95,7 @@ class RayReplicas:
         await asyncio.to_thread(self._shut_down)
 
     def _deploy(self) -> list[DeploymentHandle]:
+        """Deploy each model's replicas as an application of its own, in a thread, until they run."""
         serve.start(proxy_location="Disabled")
         existing = serve.status().applications
         for index in range(len(self._options.models)):
@@ -115,6 +117,7 @@ class RayReplicas:
         return handles
 
     async def _log_unstarted(self) -> None:
+        """Log why replicas do not run yet, each reason once."""
         logged: set[str] = set()
         while True:
             await asyncio.sleep(_POLL_S)
@@ -203,6 +206,7 @@ async def _announce(
     *,
     with_keys: bool,
 ) -> None:
+    """Say that the front is ready, once its replicas are."""
     while not replicas.ready:  # noqa: ASYNC110 - models take seconds to load
         await asyncio.sleep(0.2)
     names: Sequence[str] = [model.names[0] for model in options.models]

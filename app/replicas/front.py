@@ -72,20 +72,21 @@ class Front:
             await self._open_relay.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer what is about all replicas, and forward any other request to one of them."""
         if scope["type"] == "websocket":
             await self._answer_socket(WebSocket(scope, receive, send))
             return
         request = Request(scope, receive)
-        path, named = scope["path"], scope.get(_MODEL, "")
+        path, path_model = scope["path"], scope.get(_MODEL, "")
         answer: Response | None = None
         if path == "/metrics":
             answer = await self._queries.metrics(request)
-        elif self._is_for_model_list(request, named):
+        elif self._is_for_model_list(request, path_model):
             answer = await self._queries.models(request, path.removeprefix(MODELS).removeprefix("/"))
         elif path in OF_ONE_ENGINE:
             raise _of_one_engine(path)
         elif path in READY:
-            answer = await self._queries.ready(request, self._models_for_readiness(named))
+            answer = await self._queries.ready(request, self._models_for_readiness(path_model))
         elif is_buffered(request):
             answer = await self._count_body(request)
         if answer is not None:
@@ -96,18 +97,18 @@ class Front:
         if owner:
             await self._forward_to_owner(owner, sent, send)
         else:
-            await self._forward(sent, await self._route_of(sent, named), send)
+            await self._forward(sent, await self._route_of(sent, path_model), send)
 
-    def _is_for_model_list(self, request: Request, named: str) -> bool:
+    def _is_for_model_list(self, request: Request, path_model: str) -> bool:
         """Return whether a request is for the list of all models, or one of it: no replica has all of it."""
         path = request.scope["path"]
         is_list = path == MODELS or (path.startswith(f"{MODELS}/") and request.method == "GET")
-        return is_list and not named and len(self._options.models) > 1
+        return is_list and not path_model and len(self._options.models) > 1
 
-    def _models_for_readiness(self, named: str) -> list[int]:
+    def _models_for_readiness(self, path_model: str) -> list[int]:
         """Return the models that readiness depends on: the named one, or those that always have replicas."""
-        if named:
-            return [self._index[named]]
+        if path_model:
+            return [self._index[path_model]]
         return [index for index, model in enumerate(self._options.models) if model.replicas]
 
     async def _count_body(self, request: Request) -> Response | None:
@@ -128,17 +129,18 @@ class Front:
         context_of(request.scope).received = self._received.spend(name)
         return None
 
-    async def _route_of(self, sent: ForwardedRequest, named: str) -> RequestRoute:
+    async def _route_of(self, sent: ForwardedRequest, path_model: str) -> RequestRoute:
+        """Return the model and the cache key by which a replica is chosen; a path's model goes first."""
         body = sent.body
         if not body:
-            return RequestRoute(named)
+            return RequestRoute(path_model)
         key = sent.request.headers.get("authorization", "").encode()
 
         def parse() -> RequestRoute:
             return route_of_body(body, key, prefix_bytes=self._options.prefix_bytes)
 
         route = parse() if len(body) < THREAD_BYTES else await asyncio.to_thread(parse)
-        return RequestRoute(named or route.model, route.key)
+        return RequestRoute(path_model or route.model, route.key)
 
     @property
     def _relay(self) -> Relay:
@@ -147,6 +149,7 @@ class Front:
         return self._open_relay
 
     async def _forward_to_owner(self, owner: str, sent: ForwardedRequest, send: Send) -> None:
+        """Forward a request to the one replica that has its data; ``result_not_found`` if it has stopped."""
         scope = sent.request.scope
         answer: Response | None = None
         address = await while_connected(
@@ -162,6 +165,7 @@ class Front:
         await answer(scope, sent.receive, send)
 
     async def _forward(self, sent: ForwardedRequest, route: RequestRoute, send: Send) -> None:
+        """Forward a request to one replica after another until one accepts it; else send the last refusal."""
         replicas = self._replicas_of(route.model)
         scope = sent.request.scope
         tried: set[str] = set()
@@ -198,6 +202,10 @@ class Front:
             await reject(websocket, error_response(error))
 
     async def _forward_socket(self, websocket: WebSocket, path: str) -> None:
+        """Forward a WebSocket to one replica after another until one accepts it; else reject it.
+
+        Clients that run parts of blocks (``local=true``) are connected with all replicas of all models.
+        """
         replicas = self._replicas_of(websocket.scope.get(_MODEL, ""))
         is_local = websocket.query_params.get("local", "").lower() in _TRUE and path.endswith(_EVENTS)
         tried: set[str] = set()
@@ -208,9 +216,9 @@ class Front:
                     break
                 tried.add(address.name)
                 addresses: list[ReplicaAddress] = await self._queries.addresses() if is_local else []
-                others = [other for other in addresses if other.name != address.name]
+                other_addresses = [other for other in addresses if other.name != address.name]
                 try:
-                    await relay_socket(websocket, path, address, others)
+                    await relay_socket(websocket, path, address, other_addresses)
                 except NotAcceptedError as refusal:
                     answer = refusal.answer or answer
                 else:
@@ -271,6 +279,7 @@ class _ModelInPath:
         self._names = [name for model in options.models for name in model.names]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on without Ray Serve's prefix and the model in its path, which the scope gets."""
         if scope["type"] in {"http", "websocket"}:
             root, full_path = str(scope.get("root_path", "")).rstrip("/"), str(scope["path"])
             path_below_root = full_path.removeprefix(root) if full_path.startswith(f"{root}/") else full_path

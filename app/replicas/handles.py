@@ -38,6 +38,7 @@ class ServedReplicas:
     async def acquire(
         self, key: bytes = b"", *, tried: Collection[str] = ()
     ) -> AsyncGenerator[ReplicaAddress, None]:
+        """See ``Replicas``; the replica counts the request until the call of its ``lease`` is cancelled."""
         arguments = {"key": key, "tried": list(tried)}
         leases: list[Any] = []
         try:

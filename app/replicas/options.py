@@ -51,6 +51,7 @@ class ModelOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check_range(self) -> ModelOptions:
+        """Refuse arguments that replicas cannot have, and numbers of replicas that contradict each other."""
         try:
             options = _engine_options(self.arguments)
             refuse_with_replicas(self.arguments)

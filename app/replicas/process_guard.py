@@ -22,6 +22,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
+    """Run the server, with this process's arguments, until it or the actor ends; then end the session."""
     servers: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:

@@ -95,12 +95,14 @@ class ForwardedRequest:
             self._is_read.set()
 
     async def receive(self) -> Message:
+        """Receive what the client sends after the body, which tells that it has disconnected."""
         await self._is_read.wait()
         if self.error is not None:  # reported by the code that sends the body
             await asyncio.Event().wait()
         return await self.request.receive()
 
     async def pieces(self, settings: Settings) -> AsyncGenerator[bytes | memoryview, None]:
+        """Yield the body for a replica: from memory, or, once only, as the client sends it."""
         if self.body is not None:
             view = memoryview(self.body)
             for start in range(0, len(view), _PIECE_BYTES):
@@ -119,6 +121,7 @@ class ForwardedRequest:
             self._is_read.set()
 
     def headers(self) -> CIMultiDict[str]:
+        """Return the headers for a replica: the client's, and those that only the front may set."""
         kept_headers = [
             (name, value) for name, value in self.request.headers.items() if name not in _HOP_BY_HOP_HEADERS
         ]
@@ -149,6 +152,7 @@ class Relay:
         await self._session.close()
 
     async def read(self, request: Request, path: str) -> ForwardedRequest:
+        """Return a request to be forwarded, with its body if that is buffered."""
         if request.method in _SAFE_METHODS:
             return ForwardedRequest(request, path, bytearray())
         if not is_buffered(request):
@@ -221,6 +225,8 @@ class Relay:
         *,
         is_event_stream: bool,
     ) -> ClosingStream:
+        """Return a replica's response as the answer to the client, named after the replica."""
+
         async def close() -> None:
             response.close()
 
@@ -268,13 +274,13 @@ async def _response_pieces(
     response: aiohttp.ClientResponse, address: ReplicaAddress, *, ends_with_error: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield a response; if the replica fails in between, end with an error event or abort."""
-    is_between = True
+    is_between_events = True
     try:
         async for piece in response.content.iter_any():
             yield piece
-            is_between = piece.endswith(_EVENT_END)
+            is_between_events = piece.endswith(_EVENT_END)
     except (aiohttp.ClientError, OSError) as error:
-        if not ends_with_error or not is_between:
+        if not ends_with_error or not is_between_events:
             raise ClientDisconnect from error  # which cuts the client's connection
         yield last_events(replica_lost(address.name))
     finally:
@@ -324,7 +330,10 @@ _DROPPED_HEADERS: Final = {"connection", "content-length", "date", "server", "tr
 async def relay_socket(
     websocket: WebSocket, path: str, address: ReplicaAddress, others: Sequence[ReplicaAddress]
 ) -> None:
-    """Forward a WebSocket, not accepted yet, until either side closes it; NotAcceptedError if refused."""
+    """Forward a WebSocket, not accepted yet, until either side closes it; NotAcceptedError if refused.
+
+    ``others`` get the client's answers too, and may send it calls.
+    """
     async with contextlib.AsyncExitStack() as stack:
         try:
             leased = await stack.enter_async_context(_connection(websocket, path, address))
@@ -367,6 +376,7 @@ async def reject(websocket: WebSocket, response: Response) -> None:
 def _connection(
     websocket: WebSocket, path: str, address: ReplicaAddress, *, timeout_s: float = _CONNECT_TIMEOUT_S
 ) -> connect:
+    """Return a WebSocket to a replica, to be entered, with the client's headers, host and address."""
     # The replica checks the host name that the client used.
     host = websocket.headers.get("host", "localhost")
     query = websocket.url.query
@@ -395,7 +405,7 @@ def _connection(
 async def _forward_messages(
     websocket: WebSocket, leased: ClientConnection, further: Sequence[ClientConnection]
 ) -> int | None:
-    """Forward messages; return the replica's close code, or None if the client closed."""
+    """Forward messages; return the close code of ``leased``, the first replica; None if the client closed."""
     listening = asyncio.create_task(_forward_to_replicas(websocket, leased, further))
     sending = asyncio.create_task(_forward_to_client(websocket, leased))
     receiving_others = [asyncio.create_task(_send_calls(websocket, other)) for other in further]
@@ -413,6 +423,7 @@ async def _forward_messages(
 async def _forward_to_replicas(
     websocket: WebSocket, leased: ClientConnection, further: Sequence[ClientConnection]
 ) -> None:
+    """Forward the client's messages until it disconnects: text to the first replica, answers to all."""
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         text, data = message.get("text"), message.get("bytes")
         targets = (leased,) if data is None else (leased, *further)
@@ -422,6 +433,7 @@ async def _forward_to_replicas(
 
 
 async def _forward_to_client(websocket: WebSocket, source: ClientConnection) -> int:
+    """Forward a replica's messages until it closes the connection, and return its close code."""
     with contextlib.suppress(ConnectionClosed):
         async for message in source:
             if isinstance(message, str):
@@ -432,6 +444,7 @@ async def _forward_to_client(websocket: WebSocket, source: ClientConnection) -> 
 
 
 async def _send_calls(websocket: WebSocket, source: ClientConnection) -> None:
+    """Forward the calls of a replica other than the first."""
     with contextlib.suppress(ConnectionClosed):
         async for message in source:
             if isinstance(message, bytes):  # the first replica sends the job's events
@@ -439,6 +452,7 @@ async def _send_calls(websocket: WebSocket, source: ClientConnection) -> None:
 
 
 def _denial(error: InvalidStatus) -> Response:
+    """Return a replica's refusal of a WebSocket as a response for the client."""
     response = error.response
     headers = {
         name: value for name, value in response.headers.raw_items() if name.lower() not in _DROPPED_HEADERS

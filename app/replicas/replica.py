@@ -109,6 +109,7 @@ class Replica:
             await asyncio.sleep(_POLL_S)
 
     async def _end_with_server(self) -> None:
+        """End this actor once its server has ended, so that Ray starts another replica."""
         await self._wait_ended()
         logger.error("the server of the replica %s has ended", self._name)
         with contextlib.suppress(ProcessLookupError):  # the guard may have died alone
@@ -138,6 +139,7 @@ def cores_of(first_core: int, num_cores: int, cores: Sequence[int]) -> str:
 
 
 def _cluster(options: ServerOptions) -> dict[str, str]:
+    """Return the server's environment: the Ray cluster, and the front's machines as trusted proxies."""
     addresses = {_LOOPBACK}
     if options.host != _LOOPBACK:
         nodes: list[dict[str, Any]] = ray.nodes()

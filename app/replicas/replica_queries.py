@@ -34,6 +34,7 @@ class _Family:
 
 
 def merge_metrics(pages: Mapping[str, str]) -> str:
+    """Return the metrics of replicas, by their names, as one page whose samples have a label ``replica``."""
     families: dict[str, _Family] = {}
     for replica, page in pages.items():
         family = _Family()
@@ -100,6 +101,7 @@ class ReplicaQueries:
         return JSONResponse(model_of(listed, name) if name else listed)
 
     async def ready(self, request: Request, model_indices: Collection[int]) -> Response:
+        """Answer that all these models are ready, or as a replica of the first one that is not."""
         replicas = self._replicas()
         if not replicas:
             raise none_ready()

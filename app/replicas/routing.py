@@ -33,6 +33,7 @@ def ranked(loads: Mapping[str, int], key: bytes, *, tried: Collection[str] = (),
 
 
 def key_of(parts: Sequence[bytes | memoryview]) -> bytes:
+    """Return a hash of the parts; their lengths are hashed too, so that none can pass for another's end."""
     digest = hashlib.blake2b(digest_size=_KEY_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -41,6 +42,7 @@ def key_of(parts: Sequence[bytes | memoryview]) -> bytes:
 
 
 def _by_key(names: Sequence[str], loads: Mapping[str, int], key: bytes, slack: int) -> list[str]:
+    """Return replicas in the order that the key gives them, those with too many requests last."""
     order = sorted(names, key=lambda name: key_of([key, name.encode()]))
     max_load = min(loads[name] for name in names) + slack
     return [name for name in order if loads[name] <= max_load] + [

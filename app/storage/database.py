@@ -106,6 +106,7 @@ def was_rolled_back(error: DBAPIError) -> bool:
 
 
 def _code_of(error: BaseException | None) -> str:
+    """Return the SQLSTATE of a driver's error, which pg8000 has as ``C`` of its argument; empty for none."""
     code = getattr(error, "sqlstate", None)
     if code is None and error is not None and error.args and isinstance(error.args[0], Mapping):
         code = error.args[0].get("C")
@@ -120,6 +121,7 @@ def _escape_parameters(
 
 
 def _storable(value: Any) -> Any:
+    """Return a parameter, with all that it contains, without NUL and lone surrogates."""
     match value:
         case str():
             return value if value.isascii() and "\0" not in value else printable(value).replace("\0", "\\x00")
@@ -132,6 +134,7 @@ def _storable(value: Any) -> Any:
 
 
 def _classify_error(context: ExceptionContext) -> Exception | None:
+    """Tell SQLAlchemy which of the driver's errors are lost connections and violated constraints."""
     code = _code_of(context.original_exception)
     if code.startswith(_GONE):
         # A server that shuts down reports an error of its own before it closes the connection.
@@ -237,6 +240,7 @@ class Database:
 
     @classmethod
     def _run_transaction(cls, engine: Engine, work: Callable[[Session], T]) -> T:
+        """Run a transaction in this thread; one that was rolled back is retried after some delays."""
         for delay_s in itertools.chain(_DELAYS_S, [None]):
             try:
                 return cls._attempt_transaction(engine, work)
@@ -253,6 +257,7 @@ class Database:
 
     @staticmethod
     def _attempt_transaction(engine: Engine, work: Callable[[Session], T]) -> T:
+        """Commit what ``work`` does; _UndoneError if the database surely has nothing of it."""
         with Session(engine, expire_on_commit=False) as session:
             try:
                 result = work(session)
@@ -325,6 +330,7 @@ def _unavailable() -> ApiError:
 
 @contextlib.contextmanager
 def migrations(connection: Connection) -> Iterator[Config]:
+    """Yield Alembic's configuration for migrations over a connection."""
     folder = importlib.resources.files("app.storage") / "migrations"
     with importlib.resources.as_file(folder) as path:
         config = Config()
@@ -341,6 +347,7 @@ def job_folder(settings: Settings) -> Path:
 
 
 def dictionary_folder(settings: Settings) -> Path:
+    """Return the folder of this database's dictionaries: in ``dictionary_dir``, else in that of its jobs."""
     if settings.dictionary_dir is None:
         return job_folder(settings) / "dictionaries"
     url = settings.database_url

@@ -37,6 +37,8 @@ _READS_AT_ONCE: Final = 2
 _ORPHAN_S: Final = 3600.0
 """The age from which a file without a dictionary is removed; a younger one may be about to get one."""
 _WEIGHTS: Final = "The weights"
+_ONLY_FILE: Final = 0
+"""The number of the file of a hash, in the keys of open files."""
 
 
 class WeightsUpload:
@@ -103,6 +105,7 @@ class DictionaryFiles:
 
     @contextlib.asynccontextmanager
     async def receiving(self, holder: Holder) -> AsyncIterator[WeightsUpload]:
+        """Yield an upload to a new file, which is removed at the end of the block."""
         if self._upload_folder is None:
             raise RuntimeError("the files must be started before they are used; call start()")
         upload = WeightsUpload(self._upload_folder.path / secrets.token_hex(16), self.space.spend(holder))
@@ -121,7 +124,7 @@ class DictionaryFiles:
 
     async def open(self, sha256: str, num_bytes: int, holder: Holder) -> OpenResult:
         """Open a file for ``holder``; ``rate_limit_exceeded`` for too many downloads, FileNotFoundError."""
-        reading = self._open_files.register((sha256, 0), holder, num_bytes)
+        reading = self._open_files.register((sha256, _ONLY_FILE), holder, num_bytes)
         try:
             return OpenResult(await asyncio.to_thread(self.path(sha256).open, "rb"), reading)
         except BaseException:
@@ -174,6 +177,7 @@ class DictionaryFiles:
             sync_folder(self._directory)
 
     def _set_aside(self, sha256: str) -> Path | None:
+        """Rename a file so that no dictionary finds it, and return its path; None if it is gone."""
         self._ahead.pop(sha256, None)
         aside = self._directory / f"{sha256}.removed-{secrets.token_hex(8)}"
         try:
@@ -185,12 +189,13 @@ class DictionaryFiles:
     def _old_files(self) -> tuple[list[str], list[Path]]:
         hashes, aside = [], []
         for path in self._directory.iterdir():
-            is_file, is_aside = _HASH.fullmatch(path.name), _ASIDE.fullmatch(path.name)
+            file_match, aside_match = _HASH.fullmatch(path.name), _ASIDE.fullmatch(path.name)
             with contextlib.suppress(FileNotFoundError):
-                if (is_file is None and is_aside is None) or path.stat().st_ctime > time.time() - _ORPHAN_S:
+                is_other = file_match is None and aside_match is None
+                if is_other or path.stat().st_ctime > time.time() - _ORPHAN_S:
                     continue
-                if is_file is not None:
-                    hashes.append(is_file["hash"])
+                if file_match is not None:
+                    hashes.append(file_match["hash"])
                 else:
                     aside.append(path)
         return hashes, aside

@@ -76,6 +76,7 @@ def ids_of(session: Session, dictionary: int, labels: Sequence[str], limit: int)
 
 
 def labels_of(session: Session, dictionary: int, ids: Sequence[int]) -> dict[int, str]:
+    """Return the labels of those features that have one."""
     table, labels = FeatureLabelRow, dict[int, str]()
     for start in range(0, len(ids), _AT_ONCE):
         is_in_chunk = table.feature.in_(ids[start : start + _AT_ONCE])

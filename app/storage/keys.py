@@ -28,7 +28,10 @@ class KeyStore:
         self._database = database
 
     async def add(self, new: NewKey, key_id: str, hash_: str) -> Key:
-        """Insert a key with the hash ``hash_``, and its tenant if this is the tenant's first key."""
+        """Insert a key with the hash ``hash_``, and its tenant if this is the tenant's first key.
+
+        Raises KeyTakenError if the id is used.
+        """
 
         def write(session: Session) -> Key:
             moment = time.time()
@@ -54,7 +57,7 @@ class KeyStore:
             raise KeyTakenError(key_id) from error
 
     async def replace(self, key_id: str, new_id: str, hash_: str, grace_s: float) -> Key:
-        """Insert a key with the rights of another, which expires after ``grace_s`` seconds; ``key_ended``."""
+        """Insert a key with the rights of ``key_id``, which ends after ``grace_s`` seconds; ``key_ended``."""
 
         def write(session: Session) -> Key:
             moment = time.time()
@@ -102,6 +105,8 @@ class KeyStore:
         return await self._database.read(read)
 
     async def has_open(self, tier: Tier, scope: Scope) -> bool:
+        """Return whether there is a valid key with this tier and scope."""
+
         def read(session: Session) -> bool:
             moment = time.time()
             rows = session.scalars(
@@ -112,6 +117,8 @@ class KeyStore:
         return await self._database.read(read)
 
     async def find(self, key_ids: Collection[str]) -> dict[str, tuple[KeyRow, Limits]]:
+        """Return keys by id, ended ones too, each with its tenant's limits; without unknown ids."""
+
         def read(session: Session) -> dict[str, tuple[KeyRow, Limits]]:
             # One statement, whether or not the key exists, so that the time it takes reveals nothing.
             joined = select(KeyRow, TenantRow.limits).join(TenantRow, TenantRow.name == KeyRow.tenant)
@@ -152,6 +159,8 @@ class KeyStore:
         return await self._database.read(read)
 
     async def limit(self, tenant: str, limits: Limits) -> Tenant:
+        """Set the limits of a tenant; ``tenant_not_found``."""
+
         def write(session: Session) -> Tenant:
             row = session.get(TenantRow, tenant)
             if row is None:

@@ -69,11 +69,11 @@ class OpenFiles:
 
     def keep_counted(self, space: Limit, id_: str, number: int | None = None) -> None:
         """Count the bytes of an id's removed files, or of one, until their last readers have closed them."""
-        for reading, *_ in list(self._readers.values()):
-            if reading.key[0] == id_ and number in {None, reading.key[1]}:
-                held = space.spend(reading.holder)
-                held.add(reading.num_bytes, may_exceed=True)
-                self.when_closed(reading.key, held.close)
+        for (file_id, file_number), (reading, *_) in list(self._readers.items()):
+            if file_id == id_ and number in {None, file_number}:
+                spending = space.spend(reading.holder)
+                spending.add(reading.num_bytes, may_exceed=True)
+                self.when_closed(reading.key, spending.close)
 
     def when_closed(self, key: Key, then: Callable[[], None]) -> None:
         """Call ``then`` when no reader of the file is left; immediately if there is none."""
@@ -83,6 +83,7 @@ class OpenFiles:
             then()
 
     def _unregister(self, reading: OpenFile) -> None:
+        """Forget a reader, once; after the last one of its file, call what waits for that."""
         readers = self._readers.get(reading.key, [])
         if reading not in readers:
             return
@@ -139,6 +140,7 @@ async def in_pieces(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def append(file: BinaryIO, piece: bytes | memoryview, digest: hashlib._Hash) -> None:
+    """Write all of a piece, however much the disk takes at once, and add it to the digest."""
     digest.update(piece)
     unwritten = memoryview(piece)
     while unwritten:
@@ -202,7 +204,10 @@ def claim_socket_folder() -> ProcessFolder | None:
 
 
 def _claim_private(directory: Path, otherwise: str) -> ProcessFolder | None:
-    """Claim a folder in a directory private to this user, below a directory shared by all users."""
+    """Claim a folder in a directory private to this user, below a directory shared by all users.
+
+    None, logged with what follows from it (``otherwise``), if that is not possible.
+    """
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
@@ -226,6 +231,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_abandoned(folder: Path) -> bool:
+    """Return whether the process of a folder has ended, since its lock is free."""
     try:
         descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -76,6 +76,7 @@ class StoredBytes(Limit):
             self.quotas.check(holder, amount)
 
     def set_stored(self, counts: Mapping[Holder, int]) -> None:
+        """Replace the stored bytes by those that the database has."""
         self._stored.clear()
         for holder, num_bytes in counts.items():
             self.store(num_bytes, holder)

@@ -38,7 +38,10 @@ _LENGTH_BYTES: Final = 8
 
 
 def layout(tensors: Mapping[str, TensorResult]) -> tuple[bytes, list[str]]:
-    """Return the bytes before the data, and the order of keys; ValueError for a wrong dtype or shape."""
+    """Return a safetensors file's bytes before its data, and its order of keys.
+
+    Raises ValueError for a wrong dtype or shape.
+    """
     # Wide types first, so that every tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda key: (-_code_and_size(tensors[key])[1], key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -69,6 +72,7 @@ def write(path: Path, head: bytes, tensors: Mapping[str, TensorResult], order: l
 
 
 def _code_and_size(tensor: TensorResult) -> tuple[str, int]:
+    """Return the name of a tensor's dtype in files and its bytes; ValueError for a wrong dtype or shape."""
     code_and_bytes = _DTYPES.get(tensor.dtype)
     if code_and_bytes is None:
         raise ValueError(f"a stored tensor's dtype must be one of {', '.join(_DTYPES)}, got {tensor.dtype!r}")
@@ -86,6 +90,8 @@ logger = logging.getLogger(__name__)
 
 _ID_BYTES: Final = 24
 _MAX_SWEEP_S: Final = 30.0
+_ONLY_FILE: Final = 0
+"""The number of a result's file, in the keys of open files."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +104,10 @@ class StoredResult:
     @property
     def holder(self) -> Holder:
         return self.spending.holder
+
+    @property
+    def file_key(self) -> tuple[str, int]:
+        return self.id, _ONLY_FILE
 
 
 class ResultStore:
@@ -178,7 +188,7 @@ class ResultStore:
             entry = None
         if entry is None:
             raise _not_found()
-        reading = self._open_files.register((entry.id, 0), entry.holder, entry.num_bytes)
+        reading = self._open_files.register(entry.file_key, entry.holder, entry.num_bytes)
         try:
             file = await asyncio.to_thread(self._path(result_id).open, "rb")
         except BaseException as error:
@@ -189,11 +199,12 @@ class ResultStore:
         return OpenResult(file, reading)
 
     async def _put(self, tensors: Mapping[str, TensorResult], holder: Holder) -> StoredResult:
+        """Write a file beside those that stay, and list it; the errors are those of ``put``."""
         head, order = layout(tensors)
         num_bytes = len(head) + sum(len(tensor.data) for tensor in tensors.values())
         evicted = self._evict(num_bytes, holder)
         spending = self._space.spend(holder)
-        spending.add(num_bytes, may_exceed=True)
+        spending.add(num_bytes, may_exceed=True)  # there is room once the files are removed
         result_id = f"{self._prefix}{secrets.token_urlsafe(_ID_BYTES)}"
         try:
             await asyncio.to_thread(_unlink, evicted)
@@ -224,7 +235,7 @@ class ResultStore:
             )
         # Evicting a file that is being read would free nothing now.
         eviction = _Eviction(
-            entry for entry in self._entries.values() if not self._open_files.is_open((entry.id, 0))
+            entry for entry in self._entries.values() if not self._open_files.is_open(entry.file_key)
         )
         for name in holder.names:
             if not eviction.add(self.quotas.excess(name, num_bytes), name):
@@ -241,9 +252,10 @@ class ResultStore:
         return self._forget(eviction.entries)
 
     def _forget(self, entries: Iterable[StoredResult]) -> list[Path]:
+        """Drop entries, and return their paths; bytes stay counted until the readers have closed them."""
         gone = [entry for entry in entries if self._entries.pop(entry.id, None) is not None]
         for entry in gone:
-            self._open_files.when_closed((entry.id, 0), entry.spending.close)
+            self._open_files.when_closed(entry.file_key, entry.spending.close)
         return [self._path(entry.id) for entry in gone]
 
     async def _sweep(self) -> None:
@@ -255,6 +267,7 @@ class ResultStore:
             await asyncio.to_thread(_unlink, self._forget(expired))
 
     def _abandon(self, task: asyncio.Task[StoredResult]) -> None:
+        """Remove the file of a write that has succeeded, and that nobody waits for any more."""
         if task.cancelled() or task.exception() is not None:
             return
         asyncio.get_running_loop().run_in_executor(None, _unlink, self._forget([task.result()]))
@@ -271,7 +284,7 @@ class _Eviction:
     def __init__(self, entries: Iterable[StoredResult]) -> None:
         self.entries: list[StoredResult] = []
         self._remaining: dict[str, list[StoredResult]] = defaultdict(list)
-        for entry in reversed(list(entries)):
+        for entry in reversed(list(entries)):  # the oldest comes last
             self._remaining[entry.holder.tenant].append(entry)
 
     def add(self, num_bytes: int, name: str) -> bool:
@@ -290,6 +303,7 @@ class _Eviction:
         return True
 
     def _oldest(self) -> StoredResult | None:
+        """Return the oldest file of the tenant with the most bytes; None if there are no files."""
         largest = max(
             self._remaining.values(),
             key=lambda entries: sum(entry.num_bytes for entry in entries),

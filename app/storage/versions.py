@@ -128,6 +128,7 @@ def _check_name(session: Session, kind: Kind[Any], tenant: str, name: str) -> No
 
 
 def check_room(session: Session, kind: Kind[Any], limit: Limit, num_bytes: int, tenant: str) -> None:
+    """Raise the limit's error if a tenant, or all together, may not store ``num_bytes`` more."""
     total = select(func.coalesce(func.sum(VersionRow.num_bytes), 0)).where(VersionRow.kind.in_(kind.counted))
 
     def stored(tenant: str) -> int:
@@ -242,6 +243,7 @@ def newest(
     of_tenant = select(names.name).where(names.kind == kind.name, names.tenant == tenant)
     own_names, newest_by_name = set(session.scalars(of_tenant)), dict[str, VersionRow]()
     for row in session.scalars(visible_rows.limit(limit)):
+        # A name that the tenant has used never means a shared version of another one.
         if (row.tenant == tenant) == (row.name in own_names):
             newest_by_name.setdefault(row.name, row)
     return list(newest_by_name.values())

@@ -86,6 +86,7 @@ class ResultFile:
         await asyncio.to_thread(self._discard)
 
     def _write(self, *pieces: bytes | bytearray | memoryview) -> None:
+        """Append the pieces, in a thread; does nothing after ``discard``."""
         with self._file_lock:
             if self._is_discarded:
                 return
@@ -253,6 +254,7 @@ class JobFiles:
 
 
 def _read_mapped(path: Path) -> TraceRequest:
+    """Return a request whose parts are views of the file in memory, read as they are used."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return TraceRequest.from_bytes(b"")

@@ -115,7 +115,7 @@ class JobStore:
         self._observed: dict[int, tuple[Lease, float]] = {}
 
     async def accept(self, new: NewJob) -> tuple[JobRow, bool]:
-        """Insert a job as ``QUEUED``, or return the one that was sent with its idempotency key before, False.
+        """Insert a job as ``QUEUED``, and return it and True; or the one with its idempotency key, and False.
 
         The errors are ``queue_full`` and ``idempotency_conflict``: the key was used for another request.
         """
@@ -249,7 +249,7 @@ class JobStore:
         total = func.sum(of_files + JobRow.event_bytes + JOB_BYTES)
         query = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
         rows = await self._database.read(lambda session: session.execute(query).all())
-        return {Holder(row[0], row[1]): int(row[2] or 0) for row in rows}
+        return {Holder(owner, key_id): int(num_bytes or 0) for owner, key_id, num_bytes in rows}
 
     async def num_waiting(self, model: str, owner: str | None = None) -> int:
         return await self._database.read(lambda session: _num_waiting(session, model, owner))
@@ -316,6 +316,7 @@ class JobStore:
         return await self._database.write(write)
 
     async def append_events(self, job: JobRow, events: Sequence[JobEvent]) -> None:
+        """Add events to a run's job, with the engine and the start that they tell."""
         values: dict[str, object] = {}
         for event in events:
             if event.engine is not None:
@@ -330,6 +331,8 @@ class JobStore:
         await self._write(job.id, write)
 
     async def end(self, job: JobRow, end: JobEnd) -> JobEvent:
+        """End a run's job, and return its last event."""
+
         def write(session: Session) -> JobEvent:
             event = self._finish(session, job, *_claimed_as(job), end=end)
             if event is None:
@@ -357,6 +360,7 @@ class JobStore:
         await self._write(job.id, write)
 
     async def renew(self, ids: Collection[str]) -> None:
+        """Extend the leases of jobs, as far as this process still has them."""
         renewed = (
             update(JobRow)
             .where(JobRow.id.in_(ids), JobRow.lease_by == self._server)
@@ -377,7 +381,7 @@ class JobStore:
 
         Args:
             dead: Processes known to be dead, whatever the state of their leases.
-            own: Jobs that this process runs; its other leases are left over from a fault.
+            own_ids: Jobs that this process runs; its other leases are left over from a fault.
         """
         leases = select(JobRow.number, JobRow.lease_by, JobRow.lease_until).where(
             JobRow.lease_by.is_not(None), JobRow.id.not_in(own_ids)
@@ -403,6 +407,7 @@ class JobStore:
         return result
 
     def _insert_or_existing(self, session: Session, new: NewJob) -> tuple[JobRow, bool]:
+        """Insert a job, and True; or return its owner's job with the same idempotency key, and False."""
         if new.idempotency_key is not None:
             existing = session.scalar(
                 select(JobRow).where(JobRow.owner == new.owner, JobRow.idempotency_key == new.idempotency_key)
@@ -437,6 +442,7 @@ class JobStore:
         self._waiting.check(owner, used=lambda tenant: _num_waiting(session, model, tenant or None))
 
     def _cancel(self, session: Session, job: JobRow) -> None:
+        """End a job that waits, and request the same of one that runs."""
         # The request is recorded first: on a database with concurrent writers that locks the row, so that the
         # job is not requeued in between, without being cancelled.
         if change(session, job.number, JobRow.status.not_in(FINAL), events=[], cancel_requested=True):
@@ -462,8 +468,10 @@ class JobStore:
         return self._finish(session, job, *conditions, end=CANCELLED) is not None
 
     def _recover(self, session: Session, job: JobRow, lease: Lease) -> bool:
-        is_unchanged = (JobRow.lease_by == lease[0], JobRow.lease_until == lease[1])
-        if lease[0] == self._server and job.status == JobStatus.QUEUED:
+        """Requeue a job with an expired lease, or end it; False if another server was faster."""
+        server, until = lease
+        is_unchanged = (JobRow.lease_by == server, JobRow.lease_until == until)
+        if server == self._server and job.status == JobStatus.QUEUED:
             # Claimed here, where it neither runs nor ever began: what followed the claim failed.
             return self._requeue(session, job, *is_unchanged, events=[])
         num = job.num_interruptions + 1
@@ -474,6 +482,7 @@ class JobStore:
         return self._finish(session, job, *is_unchanged, end=_INTERRUPTED, num_interruptions=num) is not None
 
     def _expired_leases(self, leases: Mapping[int, Lease], dead: Collection[str]) -> dict[int, Lease]:
+        """Return the leases of ``dead`` servers, and those seen unchanged for longer than ``LEASE_S``."""
         moment, observed = self._clock(), self._observed
         self._observed = {
             number: observed[number]
@@ -504,6 +513,7 @@ def _claimed_as(job: JobRow) -> tuple[ColumnElement[bool], ...]:
 def _by_owner(
     session: Session, value: ColumnElement[Any], *conditions: ColumnElement[bool]
 ) -> dict[str, float]:
+    """Return an aggregate of the jobs that meet the conditions, by their owners."""
     rows = session.execute(select(JobRow.owner, value).where(*conditions).group_by(JobRow.owner))
     return {row[0]: row[1] for row in rows}
 
