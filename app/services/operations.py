@@ -111,6 +111,7 @@ def _check_scopes(operations: tuple[Intervention, ...], body: JsonObject) -> Non
 async def _parse_operations(
     raw: object, count: int, request: Request, limits: RequestLimits
 ) -> tuple[Intervention, ...]:
+    """Parse and check operations, those of large bodies and of presets on a thread."""
     declared = request.headers.get("content-length", "")
     is_small = declared.isdecimal() and int(declared[:20]) < THREAD_BYTES
     if is_small and not context_of(request.scope).presets:
@@ -131,6 +132,7 @@ def check_spelling(body: Mapping[str, Any]) -> None:
 
 
 def _check_spelling_of(body: Mapping[str, Any], field: str) -> None:
+    """Raise ApiError for a similar name of a field, or for the field within ``extra_body``."""
     short = [
         name
         for name in islice(body, _MAX_NAMES)
@@ -160,6 +162,8 @@ _MODEL = "model"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedPreset:
+    """A preset as a request names it: by ``param``, in ``MODEL:PRESET`` behind the name ``model``."""
+
     text: str
     param: str
     model: str = ""
@@ -170,6 +174,7 @@ class NamedPreset:
         return Reference.parse(self.text)
 
     def not_found(self, why: str) -> ApiError:
+        """Return the error for a name without a preset, or of a model that is then unknown."""
         code = ErrorCode.MODEL_NOT_FOUND if self.model else ErrorCode.PRESET_NOT_FOUND
         of_model = (
             f", so the model {clip(f'{self.model}:{self.text}')!r} does not exist" if self.model else ""
@@ -270,6 +275,7 @@ def drop_presets(body: JsonObject, served: ServedModel) -> None:
 async def _find_presets(
     named: Sequence[NamedPreset], caller: Principal, components: Components
 ) -> list[PresetContent]:
+    """Return the presets named, each once, in order; raises ApiError for one that the caller may not use."""
     references = {name.reference for name in named if name.reference is not None}
     preset_by_reference = await components.presets.find(references, caller.tenant)
     presets: dict[str, PresetContent] = {}

@@ -123,6 +123,7 @@ class RunEvents:
         self._reserved.close()
 
     async def _drain(self) -> None:
+        """Write the pending events in batches until there are none."""
         while batch := self._pending[:]:
             await self._store.append_events(self._job, batch)
             self.count(batch)
@@ -137,7 +138,7 @@ _BUSY: Final = "The engine's own queue is full; the job waits until it has room.
 
 
 class RunOutput:
-    """``accepted`` is called when the engine has accepted the trace."""
+    """Stores what an engine sends of a job; ``accepted`` is called when it has accepted the trace."""
 
     def __init__(self, events: RunEvents, result: ResultFile, accepted: Callable[[], None]) -> None:
         self._events = events
@@ -184,6 +185,7 @@ class RunOutput:
         self._was_busy = True
 
     def _report_dispatched(self) -> None:
+        """Write the event that the job is on the engine, which is held back until the engine accepts it."""
         event, self._dispatched = self._dispatched, None
         if event is not None:
             self._events.put(event)
@@ -213,6 +215,7 @@ class RunOutput:
 
 
 def _failure_of(body: Any) -> JobEnd:
+    """Return the end of a job whose engine has sent an ``ERROR`` frame with this body."""
     try:
         info = body["error"]
         return JobEnd(JobStatus.ERROR, str(info["message"]), str(info["code"])[:64])
@@ -239,6 +242,8 @@ _RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
 
 class Ending(enum.Enum):
+    """Why a run is ended from outside, before its trace is over."""
+
     CANCELLED = enum.auto()
     STOPPED = enum.auto()
     """The server stops; the job runs again later."""
@@ -312,7 +317,7 @@ class JobRun:
         self._ending: Ending | None = None
         self._is_over = False
         self._was_interrupted = False
-        self._is_unsure = False
+        self._is_unsure = False  # whether a failed write may have recorded the end
 
     def end_early(self, ending: Ending) -> None:
         """End the run now; no effect once its end is being recorded. Idempotent."""
@@ -328,6 +333,7 @@ class JobRun:
             self._slots.release()
 
     async def run(self) -> None:
+        """Run the job and record its end; raises the error of a database that does not take it."""
         self._task = asyncio.current_task()
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
@@ -354,6 +360,7 @@ class JobRun:
                 await result.discard()
 
     def _record_run(self, end: JobEnd | None) -> None:
+        """Write the run to the audit log; ``end`` is None for a job that is to run again."""
         record = self.context.record
         record.step_tier = self.context.tier
         self.ended = None if end is None else end.status
@@ -392,8 +399,9 @@ class JobRun:
         return end
 
     async def _run_attempts(self) -> None:
+        """Run the trace until an engine takes it; raises the ApiError with which it failed."""
         request = await self._read_request()
-        for count in itertools.count():
+        for attempt in itertools.count():
             try:
                 frames = self._parts.traces.run(request, self.job.id, self.context.meter)
                 async with contextlib.aclosing(frames):
@@ -401,7 +409,7 @@ class JobRun:
             except ApiError as error:
                 if error.code is not ErrorCode.QUEUE_FULL:
                     raise
-                await self._wait_for_engine(_BUSY_DELAYS_S[min(count, len(_BUSY_DELAYS_S) - 1)])
+                await self._wait_for_engine(_BUSY_DELAYS_S[min(attempt, len(_BUSY_DELAYS_S) - 1)])
             else:
                 return
 
@@ -429,6 +437,7 @@ class JobRun:
         return request
 
     async def _wait_for_engine(self, delay_s: float) -> None:
+        """Wait for a busy engine without a slot, and take one again."""
         # No more jobs of its kind are claimed meanwhile: they would only wait with it, out of order.
         self._output.report_busy()
         self.waits_for = kind_of(self.job)
@@ -439,6 +448,7 @@ class JobRun:
         self._has_slot = True
 
     def _note_accepted(self) -> None:
+        """Let jobs of this kind be claimed again, if this one has waited for the engine."""
         if self.waits_for is not None:
             self.waits_for = None
             self._wake()
@@ -482,6 +492,7 @@ class JobRun:
                 return
 
     async def _record_end_once(self, end: JobEnd | None) -> None:
+        """Write all events, then the end; None puts the job back into the queue."""
         await self._events.settle()
         if end is None:
             await self._parts.store.requeue(self.job, has_begun=True, was_interrupted=self._was_interrupted)
@@ -490,6 +501,7 @@ class JobRun:
 
 
 def run_record(job: JobRow, error: str = "") -> Record:
+    """Return the record of a job's run, for the audit log."""
     return Record(
         "RUN", "/v1/jobs/{job_id}", job.owner, job.key_id, subject=job.id, model=job.model, error=error
     )

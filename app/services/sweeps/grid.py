@@ -24,7 +24,11 @@ _AFTER: Final = {"norm.output", "logits", "samples"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """The axes of a sweep with their labels, all of them; cells are in the order of the last axis first."""
+    """The axes of a sweep with their labels, all of them; cells are in the order of the last axis first.
+
+    ``points`` has the name of each by its indexes on the axes of points and of layers, ``shapes`` the shape
+    of one position's value by that name.
+    """
 
     axes: dict[str, list[Label]]
     points: dict[tuple[int, int], str]
@@ -40,13 +44,16 @@ class Grid:
 
     @property
     def dims(self) -> list[str]:
+        """The axes of the result: those of one prompt or one point are left out."""
         return [name for name, labels in self.axes.items() if self._is_shown(name, labels)]
 
     def cells(self) -> Iterator[dict[str, int]]:
+        """Yield each cell as the index of its label by axis."""
         for index in np.ndindex(*self.shape):
             yield dict(zip(self.axes, index, strict=True))
 
     def point_of(self, cell: Mapping[str, int]) -> str:
+        """Return the name of the point that a cell changes."""
         return self.points[cell["point"], cell.get("layer", 0)]
 
     def _is_shown(self, name: str, labels: list[Label]) -> bool:
@@ -64,10 +71,10 @@ def grid_of(wanted: AnySweep, capabilities: Capabilities, lengths: Sequence[int]
         if layers is not None:
             axes["layer"] = [*layers]
         for index, name in enumerate(wanted.points):
-            for at, layer in enumerate(layers or [0]):
-                given = name.replace(LAYER, str(layer))
-                point, known = _known(given, wanted.method, capabilities, f"points.{index}")
-                points[index, at], shapes[point] = point, known.shape
+            for layer_index, layer in enumerate(layers or [0]):
+                pattern = name.replace(LAYER, str(layer))
+                point, capability = _known(pattern, wanted.method, capabilities, f"points.{index}")
+                points[index, layer_index], shapes[point] = point, capability.shape
     if isinstance(wanted, PatchSweep | AblateSweep) and wanted.heads is not None:
         axes["head"] = _heads(wanted.heads, shapes)
     if wanted.positions is not None:
@@ -80,7 +87,7 @@ def grid_of(wanted: AnySweep, capabilities: Capabilities, lengths: Sequence[int]
 
 
 def _layers(wanted: PatchSweep | AblateSweep | SteerSweep, capabilities: Capabilities) -> list[int] | None:
-    """Return None for points that are in no layer."""
+    """Return the layers of the axis; None for points that are in no layer."""
     without = [name for name in wanted.points if LAYER not in name]
     if not without:
         return layers_of(wanted.layers, capabilities.sizes.num_layers)
@@ -97,14 +104,14 @@ def _layers(wanted: PatchSweep | AblateSweep | SteerSweep, capabilities: Capabil
 def _known(point: str, method: str, capabilities: Capabilities, param: str) -> tuple[str, PointCapability]:
     """Return the one name that the point has in results, and what the model says of it."""
     pattern = PointPattern.parse(point, param)
-    found = pattern.resolve(capabilities.sizes.num_layers, param)
+    resolved = pattern.resolve(capabilities.sizes.num_layers, param)
     name = point_name(pattern.leaf)
     known = [
-        one
-        for one in capabilities.points
-        if one.name == name and (one.layers is None or found[0].layer in one.layers)
+        candidate
+        for candidate in capabilities.points
+        if candidate.name == name and (candidate.layers is None or resolved[0].layer in candidate.layers)
     ]
-    if len(found) != 1 or not known:
+    if len(resolved) != 1 or not known:
         raise ApiError(
             ErrorCode.UNKNOWN_POINT,
             f"This model has no single point {point!r}; GET /v1/capabilities lists its points.",
@@ -117,21 +124,22 @@ def _known(point: str, method: str, capabilities: Capabilities, param: str) -> t
             f"operation, and at embed.output; got {point!r}.",
             param,
         )
-    return str(found[0]), known[0]
+    return str(resolved[0]), known[0]
 
 
 def _heads(wanted: list[int] | str, shapes: Mapping[str, list[int]]) -> list[Label]:
+    """Return the heads of the axis, all for a text; raises ApiError for points without heads."""
     flat = next((point for point, shape in shapes.items() if len(shape) != len(("head", "width"))), None)
     if flat is not None:
         raise ApiError(ErrorCode.UNSUPPORTED_AT_POINT, f"{flat} has no axis of heads.", "heads")
-    most = min(shape[0] for shape in shapes.values())
+    num_heads = min(shape[0] for shape in shapes.values())
     if isinstance(wanted, str):
-        return list(range(most))
-    beyond = next((index for index, head in enumerate(wanted) if head >= most), None)
+        return list(range(num_heads))
+    beyond = next((index for index, head in enumerate(wanted) if head >= num_heads), None)
     if beyond is not None:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            f"A head here lies between 0 and {most - 1}, got {wanted[beyond]}.",
+            f"A head here lies between 0 and {num_heads - 1}, got {wanted[beyond]}.",
             f"heads.{beyond}",
         )
     return [*wanted]

@@ -78,7 +78,7 @@ _METRIC_FIELDS: Final = {"targets.0": "token", "targets.1": "other", "features.0
 async def run_sweep(
     context: Components, wanted: AnySweep, http: Request, caller: Principal, report: Report
 ) -> Sweep:
-    """Raise ApiError for an invalid request, beyond a limit or a quota, or ``queue_full``."""
+    """Run a sweep in its turn; raises ApiError for an invalid one, beyond a limit, or ``queue_full``."""
     # Without headers, since the request's own X-Request-Id must not be used for all cells' requests.
     quiet = Request({**http.scope, "headers": []}, http.receive)
     prompts = [
@@ -116,6 +116,7 @@ class SweepWork:
         self._wanted, self._prompts, self._grid = wanted, prompts, grid
         self._writes = CellWrites(wanted, grid)
         self._metric: tuple[Operation, ...] = ()
+        # Whether cells are of the control: all as they are, then all with random vectors.
         self._sides = (False, True) if isinstance(wanted, SteerSweep) and wanted.control else (False,)
         self._total = grid.num_cells * len(self._sides)
         self._gate = asyncio.Semaphore(_IN_FLIGHT)
@@ -126,11 +127,11 @@ class SweepWork:
     @property
     def num_tokens(self) -> int:
         """The tokens of all runs, each of which generates one."""
-        of_each, more = self._total // len(self._prompts), len(self.continuation) + 1
+        cells_of_each, more = self._total // len(self._prompts), len(self.continuation) + 1
         return sum(
-            of_each * (len(one.changed) + more)
-            + sum(len(ids) + more for ids in (one.clean, one.corrupted) if ids is not None)
-            for one in self._prompts
+            cells_of_each * (len(prompt.changed) + more)
+            + sum(len(ids) + more for ids in (prompt.clean, prompt.corrupted) if ids is not None)
+            for prompt in self._prompts
         )
 
     def check(self) -> None:
@@ -171,13 +172,14 @@ class SweepWork:
         record.note_operations({"model": self._wanted.model}, operations)
         record.operations = [self._wanted.method, *([] if metric is None else [metric.op])]
         try:
-            found: Any = await with_values(operations, self._http, self._context, self._caller)
+            resolved: Any = await with_values(operations, self._http, self._context, self._caller)
         except ApiError as error:
             raise _placed(error, len(named)) from error
-        self._metric = found[len(named) :]
-        self._writes.resolve(found[: len(named)])
+        self._metric = resolved[len(named) :]
+        self._writes.resolve(resolved[: len(named)])
 
     async def result(self, report: Report) -> Sweep:
+        """Run the prompts without interventions, then all cells in batches; ``report`` gets the progress."""
         baselines = await _all([self._baseline(prompt) for prompt in self._prompts])
         values = np.full((len(self._sides), self._grid.num_cells), np.nan, np.float32)
         began, num_done = time.monotonic(), 0
@@ -196,6 +198,7 @@ class SweepWork:
         return await self._answer(values, baselines)
 
     async def _answer(self, values: npt.NDArray[np.float32], baselines: list[SweepBaseline]) -> Sweep:
+        """Return the sweep's response, with ``values`` of each side and cell by the shown axes."""
         grid, scope = self._grid, self._http.scope
         shape = tuple(len(grid.axes[name]) for name in grid.dims)
         tensors = {
@@ -203,7 +206,9 @@ class SweepWork:
             for name, side in zip(("values", "control"), values, strict=False)
         }
         settings, path = self._context.settings, str(scope.get("root_path", ""))
-        found = await tensors_json(tensors, self._context.store, context_of(scope), settings, base_path=path)
+        answer_fields = await tensors_json(
+            tensors, self._context.store, context_of(scope), settings, base_path=path
+        )
         return Sweep(
             model=self._model,
             method=self._wanted.method,
@@ -213,8 +218,8 @@ class SweepWork:
             baselines=baselines,
             tokens=[prompt.tokens for prompt in self._prompts],
             num_failed=self._num_failed,
-            failed=sorted(self._failed, key=lambda one: (one.control, one.index)),
-            **found,
+            failed=sorted(self._failed, key=lambda cell: (cell.control, cell.index)),
+            **answer_fields,
         )
 
     @property
@@ -224,14 +229,19 @@ class SweepWork:
     async def _baseline(self, prompt: SweptPrompt) -> SweepBaseline:
         """Run a prompt without interventions, and keep what its cells need."""
         runs = {"clean": prompt.clean, "corrupted": prompt.corrupted}
-        given = {name: ids for name, ids in runs.items() if ids is not None}
-        readings = await _all([self._unsteered(prompt, ids) for ids in given.values()])
-        scores = {name: self._score(one, prompt) for name, one in zip(given, readings, strict=True)}
-        found = {name: score if math.isfinite(score) else None for name, score in scores.items()}
+        ids_by_run = {name: ids for name, ids in runs.items() if ids is not None}
+        readings = await _all([self._unsteered(prompt, ids) for ids in ids_by_run.values()])
+        finite: dict[str, float | None] = {}
+        for name, reading in zip(ids_by_run, readings, strict=True):
+            score = self._score(reading, prompt)
+            finite[name] = score if math.isfinite(score) else None
         changed = "clean" if prompt.changed is prompt.clean else "corrupted"
-        return SweepBaseline(clean=found["clean"], corrupted=found.get("corrupted"), unsteered=found[changed])
+        return SweepBaseline(
+            clean=finite["clean"], corrupted=finite.get("corrupted"), unsteered=finite[changed]
+        )
 
     async def _unsteered(self, prompt: SweptPrompt, ids: list[int]) -> Floats:
+        """Run one text of a prompt; keep its values in ``prompt``, and return what the metric reads."""
         is_changed = ids is prompt.changed
         captures = self._writes.captures(prompt, is_changed=is_changed)
         async with self._gate:
@@ -247,12 +257,13 @@ class SweepWork:
         return reading
 
     def _batches(self) -> Iterator[list[Cell]]:
+        """Yield all cells in batches, each of at most a step's tokens and of bounded bytes."""
         most = self._context.engine.capabilities().limits.max_num_batched_tokens
         batch: list[Cell] = []
         num_tokens = num_bytes = 0
         for side in self._sides:
-            for number, at in enumerate(self._grid.cells()):
-                cell, prompt = Cell(number, at, side), self._prompts[at["prompt"]]
+            for number, indexes in enumerate(self._grid.cells()):
+                cell, prompt = Cell(number, indexes, side), self._prompts[indexes["prompt"]]
                 tokens = len(prompt.changed) + len(self.continuation)
                 size = self._writes.bytes_of(cell, prompt)
                 is_full = len(batch) == _BATCH_CELLS or num_tokens + tokens > most
@@ -266,15 +277,15 @@ class SweepWork:
     async def _scores(self, cells: Sequence[Cell]) -> list[float]:
         """Return the metric of each cell, NaN for those that fail, which are noted."""
         prompts = [self._prompts[cell.at["prompt"]] for cell in cells]
-        own: list[Operation] = []
+        writes: list[Operation] = []
         for index, (cell, prompt) in enumerate(zip(cells, prompts, strict=True)):
-            own.append(self._writes.of(cell, prompt).model_copy(update={"prompts": [index]}))
+            writes.append(self._writes.of(cell, prompt).model_copy(update={"prompts": [index]}))
             await asyncio.sleep(0)  # long prompts have large values
         try:
-            choices = await self._choices([prompt.changed for prompt in prompts], own)
+            choices = await self._choices([prompt.changed for prompt in prompts], writes)
         except ApiError as error:
             if error.code not in _CELL_ERRORS:
-                raise _placed(error, len(own)) from error
+                raise _placed(error, len(writes)) from error
             if len(cells) > 1:  # the engine refuses a request as a whole
                 return [score for cell in cells for score in await self._scores([cell])]
             return [self._failing(cells[0], error.code, error.message)]
@@ -288,6 +299,7 @@ class SweepWork:
         return scores
 
     def _failing(self, cell: Cell, code: ErrorCode, message: str) -> float:
+        """Note a cell that failed, and return its score."""
         self._num_failed += 1
         if len(self._failed) < MAX_FAILED_SHOWN:
             index = [cell.at[name] for name in self._grid.dims]
@@ -309,11 +321,13 @@ class SweepWork:
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
     def _reading(self, choice: JsonObject, prompt_len: int) -> Floats:
+        """Return what the metric reads of one choice."""
         if self.continuation:
             return perplexity(choice["prompt_logprobs"], self.continuation, prompt_len)
         return reading_of(choice[FIELD]["results"][METRIC])
 
     def _score(self, reading: Floats, prompt: SweptPrompt) -> float:
+        """Return the metric of a reading; for KL that is its divergence from the prompt's own."""
         if isinstance(self._wanted.metric, KlMetric):
             return math.nan if prompt.unsteered is None else divergence(prompt.unsteered, reading)
         return float(reading)
@@ -321,7 +335,7 @@ class SweepWork:
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Await coroutines together; if one fails, or this is cancelled, all are cancelled and awaited."""
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -331,6 +345,7 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _rows_of(choice: JsonObject) -> Rows:
+    """Return the values that a choice of a run without interventions has captured for patches."""
     rows: Rows = {}
     for name, result in choice[FIELD]["results"].items():
         positions = result["positions"]
@@ -341,8 +356,11 @@ def _rows_of(choice: JsonObject) -> Rows:
 
 
 def _placed(error: ApiError, num_writes: int) -> ApiError:
-    """Return an error of an operation as one of the field of the sweep that it comes from."""
-    head, _, path = (error.param or "").partition(".")
+    """Return an error of an operation as one of the field of the sweep that it comes from.
+
+    The metric's operation stands behind ``num_writes`` others.
+    """
+    head, _, path = (error.param or "").partition(".")  # interventions.NUMBER.FIELD
     number, _, rest = path.partition(".")
     if head != FIELD or not number.isdecimal():
         return error

@@ -51,11 +51,12 @@ class CellWrites:
                 change = FeatureChange(feature=feature, mode=wanted.mode, value=wanted.values[0])
                 self.named[index] = Feature(dictionary=wanted.dictionary, changes=[change])
 
-    def resolve(self, found: Sequence[Operation]) -> None:
+    def resolve(self, resolved: Sequence[Operation]) -> None:
         """Take the operations of ``named`` with values in place of names, in the same order."""
-        self.named = dict(zip(self.named, found, strict=True))
+        self.named = dict(zip(self.named, resolved, strict=True))
 
     def of(self, cell: Cell, prompt: SweptPrompt) -> Operation:
+        """Return the operation of a cell: the named one with its numbers, or one with the values of a run."""
         wanted, at = self._wanted, cell.at
         where = Where() if isinstance(wanted, PatchSweep) else wanted.where
         if "position" in at:
@@ -76,9 +77,9 @@ class CellWrites:
         positions = where.positions or list(range(len(prompt.changed)))
         values = np.stack([prompt.rows[point][position] for position in positions])
         if units is not None:
-            own = np.stack([prompt.own_rows[point][position] for position in positions])
-            own[:, units] = values[:, units]
-            values = own
+            own_values = np.stack([prompt.own_rows[point][position] for position in positions])
+            own_values[:, units] = values[:, units]
+            values = own_values
         tensor = TensorObject.from_bytes("float32", [*values.shape], values.tobytes())
         return Patch(at=point, values=tensor, where=Where(positions=positions))
 
@@ -93,6 +94,7 @@ class CellWrites:
         return captures
 
     def bytes_of(self, cell: Cell, prompt: SweptPrompt) -> int:
+        """Return the bytes of the values that a cell's operation holds."""
         if not isinstance(self._wanted, PatchSweep):
             return 0
         num_rows = 1 if "position" in cell.at else len(prompt.changed)
@@ -107,18 +109,21 @@ class CellWrites:
         return num_runs * row * sum(len(self._positions(prompt)) for prompt in prompts)
 
     def _positions(self, prompt: SweptPrompt) -> list[int]:
+        """Return the absolute positions of a prompt that cells change, ascending."""
         named = self._grid.axes.get("position")
         if named is None:
             return list(range(len(prompt.changed)))
         return sorted({int(position) % len(prompt.changed) for position in named})
 
     def _units(self, point: str, at: Mapping[str, int]) -> list[int] | None:
+        """Return the columns of a cell's head in the point's value; None without an axis of heads."""
         if "head" not in at:
             return None
         head, width = int(self._grid.axes["head"][at["head"]]), self._grid.shapes[point][1]
         return list(range(head * width, (head + 1) * width))
 
     def _control(self, point: str, seed: int) -> Steer:
+        """Return the operation of a point with random directions in place of the vector, made once."""
         key = point, _CONTROL
         if key not in self.named:
             steer: Steer = self.named[point]
@@ -134,8 +139,10 @@ def random_like(vector: TensorInput | None, seed: tuple[int, ...]) -> TensorObje
     else:
         rows = np.asarray(vector, np.float64)
     rows = np.atleast_1d(rows)  # other shapes are refused by the engine
-    found = np.random.default_rng(seed).standard_normal(rows.shape)
+    directions = np.random.default_rng(seed).standard_normal(rows.shape)
     with np.errstate(all="ignore"):
-        found *= np.linalg.norm(rows, axis=-1, keepdims=True) / np.linalg.norm(found, axis=-1, keepdims=True)
-        found = found.astype("<f4")
-    return TensorObject.from_bytes("float32", [*found.shape], found.tobytes())
+        directions *= np.linalg.norm(rows, axis=-1, keepdims=True) / np.linalg.norm(
+            directions, axis=-1, keepdims=True
+        )
+        directions = directions.astype("<f4")
+    return TensorObject.from_bytes("float32", [*directions.shape], directions.tobytes())
