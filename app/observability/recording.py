@@ -128,7 +128,7 @@ class Recorder:
 
 
 def _headers(scope: Mapping[str, Any], request_id: str, span: RequestSpan | None) -> Headers:
-    """Return headers for the response: the request's id, the client's own if ``scope`` has it, and the trace."""
+    """Return headers for the response: the request's id (the client's own if ``scope`` has it), the trace."""
     sent_id = dict(scope.get("headers", ())).get(_REQUEST_ID, request_id.encode())
     trace_header = None if span is None else span.answer_header
     return [(_REQUEST_ID, sent_id), *([] if trace_header is None else [trace_header])]

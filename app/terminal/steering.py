@@ -33,6 +33,7 @@ class Steering:
 
     @property
     def fields(self) -> JsonObject:
+        """The fields of a request that steer it, empty if nothing does."""
         fields: JsonObject = {}
         if self.vector:
             fields["interventions"] = [
@@ -49,6 +50,8 @@ class Steering:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SteeringRequest:
+    """``history`` has a conversation's earlier messages; None for a text that the model continues."""
+
     prompt: str
     options: JsonObject
     steering: JsonObject
@@ -93,6 +96,7 @@ class Comparison:
         return "They differ only in whitespace or control characters, which are not marked."
 
     def _with_differences(self) -> tuple[Text, Text]:
+        """Return both texts with their differences marked, compared only when they have changed."""
         baseline, steered = self.texts
         state = baseline, steered, all(self.done)
         if state not in self._marked:

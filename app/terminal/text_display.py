@@ -66,6 +66,7 @@ def with_differences(baseline: str, steered: str, *, is_done: bool) -> tuple[Tex
 
 
 def _append(text: Text, pieces: list[str], style: str) -> None:
+    """Append pieces of a text, whose words but not their whitespace get the style."""
     for piece in pieces:
         word = piece.lstrip()
         text.append(piece.removesuffix(word))

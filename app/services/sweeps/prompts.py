@@ -40,17 +40,17 @@ class SweptPrompt:
     unsteered: Floats | None = None
 
 
-async def swept_prompt(engine: EngineClient, wanted: AnySweep, index: int, http: Request) -> SweptPrompt:
+async def swept_prompt(engine: EngineClient, sweep: AnySweep, index: int, http: Request) -> SweptPrompt:
     """Return a prompt of a sweep; raises ApiError ``invalid_value`` for two that cannot be patched."""
-    prompt, param = wanted.prompts[index], f"prompts.{index}"
+    prompt, param = sweep.prompts[index], f"prompts.{index}"
     clean, tokens = await _tokens(engine, prompt.clean, http, f"{param}.clean")
     if prompt.corrupted is None:
-        if isinstance(wanted, PatchSweep):
+        if isinstance(sweep, PatchSweep):
             message = "`patch` needs two prompts, `clean` and `corrupted`."
             raise ApiError(ErrorCode.INVALID_VALUE, message, f"{param}.corrupted")
         return SweptPrompt(clean, None, clean, tokens)
     corrupted, corrupted_tokens = await _tokens(engine, prompt.corrupted, http, f"{param}.corrupted")
-    if not isinstance(wanted, PatchSweep):
+    if not isinstance(sweep, PatchSweep):
         return SweptPrompt(clean, corrupted, clean, tokens)
     if len(clean) != len(corrupted):
         raise ApiError(
@@ -59,16 +59,16 @@ async def swept_prompt(engine: EngineClient, wanted: AnySweep, index: int, http:
             f"{len(clean)} and {len(corrupted)}; POST /v1/tokenize shows them.",
             f"{param}.corrupted",
         )
-    if wanted.direction == "corrupted_to_clean":
+    if sweep.direction == "corrupted_to_clean":
         return SweptPrompt(clean, corrupted, clean, tokens)
     return SweptPrompt(clean, corrupted, corrupted, corrupted_tokens)
 
 
-async def continuation_of(engine: EngineClient, wanted: AnySweep, http: Request) -> list[int]:
+async def continuation_of(engine: EngineClient, sweep: AnySweep, http: Request) -> list[int]:
     """Return the ids of a continuation, without those that the tokenizer puts before every text."""
-    if not isinstance(wanted.metric, PerplexityMetric):
+    if not isinstance(sweep.metric, PerplexityMetric):
         return []
-    continuation, param = wanted.metric.continuation, "metric.continuation"
+    continuation, param = sweep.metric.continuation, "metric.continuation"
     ids, _ = await _tokens(engine, continuation, http, param)
     if isinstance(continuation, list):
         return ids
@@ -86,9 +86,9 @@ async def _tokens(
     """Return the ids and the texts of the tokens of a text, of ids or of a conversation."""
     content: Any = prompt
     is_chat = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    wanted = TokenizeMessages(messages=content) if is_chat else TokenizePrompt(prompt=content)
+    request = TokenizeMessages(messages=content) if is_chat else TokenizePrompt(prompt=content)
     try:
-        reply = await engine.tokenize(TokenizeRequest(wanted), http)
+        reply = await engine.tokenize(TokenizeRequest(request), http)
     except ApiError as error:
         raise ApiError(error.code, f"`{param}`: {error.message}", param) from error
     tokens = (reply.body or {})["tokens"]

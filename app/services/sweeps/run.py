@@ -76,23 +76,23 @@ _METRIC_FIELDS: Final = {"targets.0": "token", "targets.1": "other", "features.0
 
 
 async def run_sweep(
-    context: Components, wanted: AnySweep, http: Request, caller: Principal, report: Report
+    components: Components, sweep: AnySweep, http: Request, caller: Principal, report: Report
 ) -> Sweep:
     """Run a sweep in its turn; raises ApiError for an invalid one, beyond a limit, or ``queue_full``."""
     # Without headers, since the request's own X-Request-Id must not be used for all cells' requests.
     quiet = Request({**http.scope, "headers": []}, http.receive)
     prompts = [
-        await swept_prompt(context.engine, wanted, index, quiet) for index in range(len(wanted.prompts))
+        await swept_prompt(components.engine, sweep, index, quiet) for index in range(len(sweep.prompts))
     ]
-    grid = grid_of(wanted, context.engine.capabilities(), [len(prompt.changed) for prompt in prompts])
-    work = SweepWork(context, wanted, quiet, caller, prompts, grid)
-    work.continuation = await continuation_of(context.engine, wanted, quiet)
+    grid = grid_of(sweep, components.engine.capabilities(), [len(prompt.changed) for prompt in prompts])
+    work = SweepWork(components, sweep, quiet, caller, prompts, grid)
+    work.continuation = await continuation_of(components.engine, sweep, quiet)
     work.check()
     admitted = context_of(http.scope).admitted
     if admitted is not None:
         await admitted.reserve(Estimate(min(work.num_tokens, _MAX_TOKENS), 0))
     await work.resolve()
-    async with context.sweeps.request(caller.tenant):
+    async with components.sweeps.request(caller.tenant):
         return await work.result(report)
 
 
@@ -105,19 +105,19 @@ class SweepWork:
 
     def __init__(
         self,
-        context: Components,
-        wanted: AnySweep,
+        components: Components,
+        sweep: AnySweep,
         http: Request,
         caller: Principal,
         prompts: list[SweptPrompt],
         grid: Grid,
     ) -> None:
-        self._context, self._http, self._caller = context, http, caller
-        self._wanted, self._prompts, self._grid = wanted, prompts, grid
-        self._writes = CellWrites(wanted, grid)
+        self._components, self._http, self._caller = components, http, caller
+        self._sweep, self._prompts, self._grid = sweep, prompts, grid
+        self._writes = CellWrites(sweep, grid)
         self._metric: tuple[Operation, ...] = ()
         # Whether cells are of the control: all as they are, then all with random vectors.
-        self._sides = (False, True) if isinstance(wanted, SteerSweep) and wanted.control else (False,)
+        self._sides = (False, True) if isinstance(sweep, SteerSweep) and sweep.control else (False,)
         self._total = grid.num_cells * len(self._sides)
         self._gate = asyncio.Semaphore(_IN_FLIGHT)
         self._failed: list[FailedCell] = []
@@ -136,7 +136,7 @@ class SweepWork:
 
     def check(self) -> None:
         """Raise ApiError ``invalid_value`` beyond the limits of a sweep or of the model's context."""
-        bounds, sizes = self._context.settings.bounds, self._context.engine.capabilities().sizes
+        bounds, sizes = self._components.settings.bounds, self._components.engine.capabilities().sizes
         if self._total > bounds.max_sweep_cells:
             axes = " × ".join(f"{len(labels)} {name}s" for name, labels in self._grid.axes.items())
             control = " × 2 with the control" if len(self._sides) > 1 else ""
@@ -145,7 +145,7 @@ class SweepWork:
                 f"A sweep has at most {bounds.max_sweep_cells} cells, got {self._total}: {axes}{control}.",
             )
         num_bytes = self._writes.num_bytes(self._prompts)
-        if isinstance(self._wanted.metric, KlMetric):
+        if isinstance(self._sweep.metric, KlMetric):
             num_bytes += len(self._prompts) * sizes.vocab_size * np.dtype(np.float64).itemsize
         if num_bytes > bounds.max_sweep_bytes:
             raise ApiError(
@@ -166,13 +166,13 @@ class SweepWork:
 
     async def resolve(self) -> None:
         """Find what the request's names stand for; raises ApiError if there is nothing of a name."""
-        record, metric = context_of(self._http.scope).record, metric_operation(self._wanted.metric)
+        record, metric = context_of(self._http.scope).record, metric_operation(self._sweep.metric)
         named = self._writes.named
         operations = (*named.values(), *(() if metric is None else (metric,)))
-        record.note_operations({"model": self._wanted.model}, operations)
-        record.operations = [self._wanted.method, *([] if metric is None else [metric.op])]
+        record.note_operations({"model": self._sweep.model}, operations)
+        record.operations = [self._sweep.method, *([] if metric is None else [metric.op])]
         try:
-            resolved: Any = await with_values(operations, self._http, self._context, self._caller)
+            resolved: Any = await with_values(operations, self._http, self._components, self._caller)
         except ApiError as error:
             raise _placed(error, len(named)) from error
         self._metric = resolved[len(named) :]
@@ -205,14 +205,14 @@ class SweepWork:
             name: TensorResult("float32", shape, side.astype("<f4").tobytes())
             for name, side in zip(("values", "control"), values, strict=False)
         }
-        settings, path = self._context.settings, str(scope.get("root_path", ""))
+        settings, path = self._components.settings, str(scope.get("root_path", ""))
         answer_fields = await tensors_json(
-            tensors, self._context.store, context_of(scope), settings, base_path=path
+            tensors, self._components.store, context_of(scope), settings, base_path=path
         )
         return Sweep(
             model=self._model,
-            method=self._wanted.method,
-            metric=self._wanted.metric.type,
+            method=self._sweep.method,
+            metric=self._sweep.metric.type,
             dims=grid.dims,
             coords={name: grid.axes[name] for name in grid.dims},
             baselines=baselines,
@@ -224,7 +224,7 @@ class SweepWork:
 
     @property
     def _model(self) -> str:
-        return self._wanted.model or self._context.engine.served().names[0]
+        return self._sweep.model or self._components.engine.served().names[0]
 
     async def _baseline(self, prompt: SweptPrompt) -> SweepBaseline:
         """Run a prompt without interventions, and keep what its cells need."""
@@ -258,7 +258,7 @@ class SweepWork:
 
     def _batches(self) -> Iterator[list[Cell]]:
         """Yield all cells in batches, each of at most a step's tokens and of bounded bytes."""
-        most = self._context.engine.capabilities().limits.max_num_batched_tokens
+        most = self._components.engine.capabilities().limits.max_num_batched_tokens
         batch: list[Cell] = []
         num_tokens = num_bytes = 0
         for side in self._sides:
@@ -316,7 +316,7 @@ class SweepWork:
             body["prompt_logprobs"] = 0
         isolate_cache(body, self._caller)
         operations = (*operations, *self._metric)
-        reply = await self._context.engine.completions(body, operations, self._http, inline=True)
+        reply = await self._components.engine.completions(body, operations, self._http, inline=True)
         choices: list[JsonObject] = (reply.body or {})["choices"]
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
@@ -328,7 +328,7 @@ class SweepWork:
 
     def _score(self, reading: Floats, prompt: SweptPrompt) -> float:
         """Return the metric of a reading; for KL that is its divergence from the prompt's own."""
-        if isinstance(self._wanted.metric, KlMetric):
+        if isinstance(self._sweep.metric, KlMetric):
             return math.nan if prompt.unsteered is None else divergence(prompt.unsteered, reading)
         return float(reading)
 

@@ -39,17 +39,17 @@ class CellWrites:
         named: Operations of which cells differ in numbers and positions only.
     """
 
-    def __init__(self, wanted: AnySweep, grid: Grid) -> None:
-        self._wanted = wanted
+    def __init__(self, sweep: AnySweep, grid: Grid) -> None:
+        self._sweep = sweep
         self._grid = grid
         self.named: dict[Hashable, Any] = {}
-        if isinstance(wanted, SteerSweep):
+        if isinstance(sweep, SteerSweep):
             for point in grid.points.values():
-                self.named[point] = Steer(at=point, vector=wanted.vector, mode=wanted.mode)
-        elif isinstance(wanted, FeatureSweep):
-            for index, feature in enumerate(wanted.features):
-                change = FeatureChange(feature=feature, mode=wanted.mode, value=wanted.values[0])
-                self.named[index] = Feature(dictionary=wanted.dictionary, changes=[change])
+                self.named[point] = Steer(at=point, vector=sweep.vector, mode=sweep.mode)
+        elif isinstance(sweep, FeatureSweep):
+            for index, feature in enumerate(sweep.features):
+                change = FeatureChange(feature=feature, mode=sweep.mode, value=sweep.values[0])
+                self.named[index] = Feature(dictionary=sweep.dictionary, changes=[change])
 
     def resolve(self, resolved: Sequence[Operation]) -> None:
         """Take the operations of ``named`` with values in place of names, in the same order."""
@@ -57,23 +57,23 @@ class CellWrites:
 
     def of(self, cell: Cell, prompt: SweptPrompt) -> Operation:
         """Return the operation of a cell: the named one with its numbers, or one with the values of a run."""
-        wanted, at = self._wanted, cell.at
-        where = Where() if isinstance(wanted, PatchSweep) else wanted.where
+        sweep, at = self._sweep, cell.at
+        where = Where() if isinstance(sweep, PatchSweep) else sweep.where
         if "position" in at:
             label = self._grid.axes["position"][at["position"]]
             where = Where(positions=[int(label) % len(prompt.changed)])
-        if isinstance(wanted, FeatureSweep):
+        if isinstance(sweep, FeatureSweep):
             feature: Feature = self.named[at["feature"]]
-            change = feature.changes[0].model_copy(update={"value": wanted.values[at["value"]]})
+            change = feature.changes[0].model_copy(update={"value": sweep.values[at["value"]]})
             return feature.model_copy(update={"where": where, "changes": [change]})
         point = self._grid.point_of(at)
-        if isinstance(wanted, SteerSweep):
-            steer: Steer = self._control(point, wanted.seed) if cell.is_control else self.named[point]
-            scale = wanted.strengths[at["strength"]]
+        if isinstance(sweep, SteerSweep):
+            steer: Steer = self._control(point, sweep.seed) if cell.is_control else self.named[point]
+            scale = sweep.strengths[at["strength"]]
             return steer.model_copy(update={"where": where, "scale": scale})
         units = self._units(point, at)
-        if isinstance(wanted, AblateSweep):
-            return Ablate(at=point, method=wanted.ablation, units=units, where=where)
+        if isinstance(sweep, AblateSweep):
+            return Ablate(at=point, method=sweep.ablation, units=units, where=where)
         positions = where.positions or list(range(len(prompt.changed)))
         values = np.stack([prompt.rows[point][position] for position in positions])
         if units is not None:
@@ -85,24 +85,24 @@ class CellWrites:
 
     def captures(self, prompt: SweptPrompt, *, is_changed: bool) -> list[Operation]:
         """Return what one of a prompt's runs without interventions has to capture for the cells."""
-        if not isinstance(self._wanted, PatchSweep) or (is_changed and "head" not in self._grid.axes):
+        if not isinstance(self._sweep, PatchSweep) or (is_changed and "head" not in self._grid.axes):
             return []
         where, captures = Where(positions=self._positions(prompt)), list[Operation]()
-        for index, _ in enumerate(self._wanted.points):  # one operation may name a place by one name only
+        for index, _ in enumerate(self._sweep.points):  # one operation may name a place by one name only
             at = [point for (number, _), point in self._grid.points.items() if number == index]
             captures.append(Capture(at=at, where=where, dtype="float32", name=f"{ROWS}{index}"))
         return captures
 
     def bytes_of(self, cell: Cell, prompt: SweptPrompt) -> int:
         """Return the bytes of the values that a cell's operation holds."""
-        if not isinstance(self._wanted, PatchSweep):
+        if not isinstance(self._sweep, PatchSweep):
             return 0
         num_rows = 1 if "position" in cell.at else len(prompt.changed)
         return num_rows * math.prod(self._grid.shapes[self._grid.point_of(cell.at)]) * _ITEM_BYTES
 
     def num_bytes(self, prompts: Sequence[SweptPrompt]) -> int:
         """Return the bytes of all that the prompts' runs capture."""
-        if not isinstance(self._wanted, PatchSweep):
+        if not isinstance(self._sweep, PatchSweep):
             return 0
         row = sum(map(math.prod, self._grid.shapes.values())) * _ITEM_BYTES
         num_runs = 2 if "head" in self._grid.axes else 1
