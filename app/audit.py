@@ -100,6 +100,7 @@ class Record:
         self.intervention_s = meter.intervention_s
 
     def identify(self, caller: Principal, connection: HTTPConnection) -> None:
+        """Record the caller, the route, and as the subject the first parameter of its path."""
         self.tenant, self.key_id = caller.tenant, caller.key_id
         if caller.has_key:
             self.caller_class = caller.tier.value
@@ -130,6 +131,7 @@ class Record:
         self.named.append((kind, name if shared or not self.tenant else ""))
 
     async def note_trace(self, request: TraceRequest) -> None:
+        """Record what a trace runs; large code is hashed on a thread."""
         self.model, self.operations = request.head.model, [request.head.kind]
         self.uses = [(request.head.kind, CODE)]
         self.code_bytes = len(request.blocks)
@@ -282,6 +284,7 @@ class AuditLog:
             await _uninterrupted(self._write_ended(batch))
 
     async def _write_started(self, entries: Sequence[_AuditEntry]) -> None:
+        """Write running requests as under way; if that fails, they are due again."""
         for entry in entries:
             entry.written_columns = entry.mutable_columns()
             entry.row = entry.record.row() | {"error": entry.record.error or _UNDER_WAY}
@@ -297,6 +300,7 @@ class AuditLog:
         del self._pending[: len(entries)]
 
     async def _write(self, entries: Sequence[_AuditEntry]) -> None:
+        """Insert the rows of entries without a number, which get one, and update the others."""
         unwritten = [entry for entry in entries if entry.number is None]
         written = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
         numbers = await self._store.write([entry.row for entry in unwritten], written)

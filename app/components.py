@@ -122,6 +122,7 @@ class Components:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """Start everything for the length of the block; closes it in the reverse order."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.database.close)
             await self.database.start()

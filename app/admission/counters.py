@@ -170,6 +170,7 @@ def this_minute() -> int:
 
 
 async def _used(storage: Storage, name: str, *, ahead: bool = False) -> Used:
+    """Return the usage of this minute and the last one, and with ``ahead`` of those after it."""
     minute, passed = divmod(time.time(), _MINUTE_S)
     before = await storage.get(_bucket(name, int(minute) - 1))
     now = await storage.get(_bucket(name, int(minute)))

@@ -108,6 +108,7 @@ def _prompt(prompt: Any) -> Estimate:
 
 
 def _chat(messages: Any) -> Estimate:
+    """Estimate a conversation by the texts in its messages."""
     guessed = 0
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None

@@ -115,6 +115,8 @@ class Admitted:
 
 
 class Rates:
+    """The limits of all callers; ``url`` is the storage of the counts, see ``app.admission.counters``."""
+
     def __init__(self, url: str) -> None:
         self.counts = Counts(url)
         self._running = Limit(

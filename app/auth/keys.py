@@ -220,9 +220,9 @@ class Keys:
         self._given_keys = given_keys or GivenKeys()
         self._lookups = Lookups(store.find)
         self._checks: dict[bytes, _CachedCheck] = {}
-        self._generation = 0
+        self._generation = 0  # changes when cached checks end, so that none under way is cached
         self._has_keys = False
-        self._has_keys_until = 0.0
+        self._has_keys_until = 0.0  # when the absence of keys is checked again
         self._throttle = LoginThrottle()
         # The hash that nonexistent keys are compared with, for equal timing.
         self._dummy_hash = hashed(new_secret())

@@ -68,6 +68,7 @@ def _engine_arguments(model: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def print_certificate(certificate: Certificate, console: Console) -> None:
+    """Print the findings as a table of points, the reasons of those that are not ok, and a summary."""
     subjects: dict[str, dict[str, Finding]] = {}
     for finding in certificate.findings:
         subjects.setdefault(finding.subject, {})[finding.what] = finding

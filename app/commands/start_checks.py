@@ -150,6 +150,7 @@ def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def _parse_config(file: Path) -> Mapping[str, Any]:
+    """Return the content of a config.json; fields of a nested language model take precedence."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

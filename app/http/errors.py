@@ -83,7 +83,7 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
 
 
 class _ErrorResponse(Response):
-    """An error as a response; the request's record receives its code when it is sent."""
+    """An error as a response, in the form of its route's API; when sent, its code goes into the record."""
 
     def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
         super().__init__(error_bytes(error), error.status, headers, media_type="application/json")

@@ -36,6 +36,8 @@ _MAX_REUSE_BYTES: Final = 16 * 2**20
 
 
 class LargeBodyReader:
+    """Reads bodies in processes, which run with ``environment``; ``processes`` limits how many at once."""
+
     def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Limit) -> None:
         self.limits = limits
         self._environment = environment

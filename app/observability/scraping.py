@@ -58,6 +58,12 @@ class _Query:
 
 
 class Scrape:
+    """The answer of ``/metrics``.
+
+    ``waiting`` returns the waiting requests by queue, ``stored`` the used bytes and their limit by store,
+    ``restarts`` how often the engine was started again.
+    """
+
     def __init__(
         self,
         metrics: Metrics,

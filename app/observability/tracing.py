@@ -71,6 +71,7 @@ class RequestSpan:
         return None if traceparent is None else (_TRACEPARENT.encode(), traceparent.encode())
 
     def end(self, context: RequestContext, models: Sequence[str]) -> None:
+        """End the span with the attributes of a request that is over; ``models`` are the served names."""
         record = context.record
         route = record.route or "unknown"
         self._span.update_name(f"{record.method} {route}")

@@ -50,7 +50,7 @@ class EventLoopWatchdog:
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self._beat_at = time.monotonic()
-        self._reported_s = 0.0
+        self._reported_s = 0.0  # how much of the current stall ``watch`` has counted
 
     @property
     def lag_s(self) -> float:
@@ -260,6 +260,7 @@ class ProbeServer:
 def _protocol(
     config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], loop: asyncio.AbstractEventLoop
 ) -> asyncio.Protocol:
+    """Return uvicorn's protocol for a new connection that is served in this loop."""
     protocol: asyncio.Protocol = config.http_protocol_class(
         config=config, server_state=state, app_state=app_state, _loop=loop  # type: ignore[call-arg]  # uvicorn's
     )  # fmt: skip
@@ -299,6 +300,7 @@ class _ProbeApp:
         self._admitted_at: dict[bytes, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request to the main loop; a probe is answered from here if that loop is blocked."""
         messages: list[Message] = []
         probe_loop = asyncio.get_running_loop()
         is_probe = scope["path"] in {LIVE, *READY, METRICS}

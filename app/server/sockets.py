@@ -133,6 +133,7 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
     """Bytes received since the last complete head, piece of a body or message."""
     _is_in_head = True
     _made_progress = False
+    """Whether the data being parsed has completed one of these, so that they are counted anew."""
     _is_refused = False
 
     def data_received(self, data: bytes) -> None:

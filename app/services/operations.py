@@ -91,7 +91,7 @@ def isolate(
 
 
 def _check_scopes(operations: tuple[Intervention, ...], body: JsonObject) -> None:
-    """Raise ApiError if parts of an answer are named that is forced to be a call, written without markers."""
+    """Refuse ``where.scope`` if ``tool_choice`` forces a call: such an answer has no parts to tell apart."""
     choice = body.get("tool_choice")
     if (choice.get("type") if isinstance(choice, dict) else choice) in _LEAVES_CHOICE:
         return

@@ -37,7 +37,10 @@ _KEPT: Final = (
 
 
 class PassedOn(Response):
-    """``final_event`` returns the last bytes of an answer that an error ends, given the last ones sent."""
+    """A response by another application, which gets the request with this body.
+
+    ``final_event`` returns the last bytes of an answer that an error ends, given the last ones sent.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class PassedOn(Response):
         self._last_sent = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the application's answer; an error before it is raised, a later one becomes its end."""
         deadline = context_of(scope).deadline
         sending = Sending(send, deadline, self._stall_s, self._keep_alive_s)
         gone = asyncio.ensure_future(disconnected(receive))
@@ -86,6 +90,7 @@ class PassedOn(Response):
         unread = [{"type": "http.request", "body": self._content, "more_body": False}]
 
         async def received() -> Message:
+            """Return the body, and then wait until the application is to be told that the client has left."""
             if unread:
                 return unread.pop()
             await asyncio.wait({gone, reached}, return_when=asyncio.FIRST_COMPLETED)

@@ -74,6 +74,7 @@ class ClosingStream(StreamingResponse):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; of errors only the deadline's is handled here, the source handles its own."""
         deadline = context_of(scope).deadline
         sending = Sending(send, deadline, self._stall_s, self._keep_alive_s)
         try:

@@ -60,6 +60,8 @@ def read_batch(path: Path) -> Iterator[BatchRequest]:
 
 
 class Batch:
+    """One run of a batch; ValueError for a line that is no request, or a target that cannot be written."""
+
     def __init__(self, source: Path, target: Path, concurrency: int = CONCURRENCY) -> None:
         self._source = source
         self._target = target.resolve()

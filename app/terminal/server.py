@@ -156,6 +156,7 @@ class Server:
             raise
 
     def _parse_object(self, text: str) -> JsonObject:
+        """Return the JSON object of an answer; RemoteError for other text, or the error that it contains."""
         try:
             value = json.loads(text)
         except ValueError:

@@ -47,7 +47,10 @@ class LocalCalls:
 
     @contextlib.asynccontextmanager
     async def call(self, job_id: str, data: Bytes) -> AsyncIterator[Bytes]:
-        """Send a call to a job's client; its answer counts up to the end of the block. TimeoutError."""
+        """Send a call to a job's client, and yield its answer; raises TimeoutError if none comes.
+
+        The bytes of the answer count against the tenant's limit up to the end of the block.
+        """
         number = next(self._numbers)
         call = _PendingCall(number, calling(number, data), asyncio.get_running_loop().create_future())
         self.pending[job_id] = call

@@ -192,6 +192,7 @@ class RunOutput:
             self._accepted()
 
     async def _store_frame(self, frame: Frame) -> None:
+        """Write the frames of the result to its file, and events to the database."""
         match frame.kind:
             case FrameKind.EVENT:
                 await self._store_event(JobEvent.model_validate_json(bytes(frame.data)))
@@ -204,6 +205,7 @@ class RunOutput:
                 pass  # only for a client that follows the trace as it runs
 
     async def _store_event(self, event: JobEvent) -> None:
+        """Write an event; a failure is kept for ``end``, and the job's end is written by its run."""
         event.time = event.time or time.time()
         if event.status is JobStatus.ERROR:
             # A block's exception: the result that contains it follows, and the job ends only then.
