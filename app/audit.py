@@ -142,8 +142,8 @@ class Record:
 
     def row(self) -> dict[str, Any]:
         """Return the columns of the audit log, with texts that any database stores."""
-        written = [field.name for field in dataclasses.fields(self) if field.metadata.get("kept", True)]
-        row = {name: getattr(self, name) for name in written}
+        columns = [field.name for field in dataclasses.fields(self) if field.metadata.get("kept", True)]
+        row = {name: getattr(self, name) for name in columns}
         return row | {name: _storable(row[name]) for name in ("subject", "model", "error", "route")}
 
 
@@ -302,8 +302,8 @@ class AuditLog:
     async def _write(self, entries: Sequence[_AuditEntry]) -> None:
         """Insert the rows of entries without a number, which get one, and update the others."""
         unwritten = [entry for entry in entries if entry.number is None]
-        written = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
-        numbers = await self._store.write([entry.row for entry in unwritten], written)
+        updated = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
+        numbers = await self._store.write([entry.row for entry in unwritten], updated)
         for entry, number in zip(unwritten, numbers, strict=True):
             entry.number = number
 

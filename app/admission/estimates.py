@@ -74,13 +74,13 @@ def of_trace(head: TraceHead) -> Estimate:
     return _together(prompts, generated)
 
 
-def of_training(wanted: LabelledPrompts) -> Estimate:
+def of_training(training: LabelledPrompts) -> Estimate:
     """Estimate the prompts of a training, each of which generates one token."""
     prompts = [
         Estimate(0, _guessed(prompt))
         if isinstance(prompt, str)
         else _chat([message.model_dump() for message in prompt])
-        for prompt in (*wanted.positive, *wanted.negative)
+        for prompt in (*training.positive, *training.negative)
     ]
     return _together(prompts, len(prompts))
 

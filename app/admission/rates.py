@@ -291,13 +291,13 @@ class Rates:
         if reservation is not None:
             used = dataclasses.replace(used, now=used.now - amount)
         wait = used.wait_s(most - amount)
-        more = "" if amount == 1 else f", and this one asks for {quota.text(amount)}"
+        amount_text = "" if amount == 1 else f", and this one asks for {quota.text(amount)}"
         headers = {"Retry-After": str(wait)}
         if quota is Quota.TOKENS:
             headers |= _token_headers(most, used)
         return ThrottledError(
             f"{subject(group.name)} may use {quota.text(most)} a minute and has used "
-            f"{quota.text(used.amount)}{more}: send this one again in {wait} s.",
+            f"{quota.text(used.amount)}{amount_text}: send this one again in {wait} s.",
             headers,
         )
 

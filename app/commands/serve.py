@@ -86,17 +86,17 @@ def _serve_alone(start: Start, console: Console) -> None:
     model, options, settings, compiles = start.model, start.arguments, start.settings, start.options.compiles
     # The bundled model's checksums are verified during the import: hashing releases the GIL.
     bundled = settings.bundled_model_dir
-    with _progress_bar(console) as progress, ThreadPoolExecutor(1) as beside:
+    with _progress_bar(console) as progress, ThreadPoolExecutor(1) as executor:
         is_named = model is not None or CONFIG in options
-        bundled_check = None if is_named else beside.submit(intact_bundled_model, cache_dir=bundled)
+        bundled_check = None if is_named else executor.submit(intact_bundled_model, cache_dir=bundled)
         progress.add_task("Importing vLLM", total=None)
         # Importing vLLM takes seconds, so it starts only after the progress bar is visible.
         with uncollected():
             arguments_module = importlib.import_module("app.engine.vllm_arguments")
             client_module = importlib.import_module("app.engine.vllm_client")
         if CONFIG in options:
-            named = arguments_module.model_of_file(options[options.index(CONFIG) + 1])
-            model = model or named
+            model_in_file = arguments_module.model_of_file(options[options.index(CONFIG) + 1])
+            model = model or model_in_file
         if model is None:
             task = progress.add_task("Bundled model", total=None)
             reporter = _reporter(progress, task)
@@ -230,13 +230,13 @@ def _run_server(args: argparse.Namespace, settings: Settings, client_module: Any
             if settings.log_format == "json"
             else _announce(engine, url, settings, console, with_keys=with_keys)
         )
-        beside = [announcing]
+        tasks = [announcing]
         if args.enable_ssl_refresh and config.is_ssl:
-            beside.append(asyncio.create_task(refresh_certificate(config), name="certificate"))
+            tasks.append(asyncio.create_task(refresh_certificate(config), name="certificate"))
         await server.serve(sockets=[sock])
-        for task in beside:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop's
         runner.run(serve())

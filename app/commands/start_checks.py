@@ -116,8 +116,8 @@ def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
     cached = try_to_load_from_cache(name, _CONFIG_FILE, revision=args.revision)
     if isinstance(cached, str):
         return _parse_config(Path(cached))
-    at = f" at revision {args.revision}" if args.revision else ""
-    unknown = f"there is no folder {name}, and the Hugging Face Hub has no model {name}{at}"
+    at_revision = f" at revision {args.revision}" if args.revision else ""
+    unknown = f"there is no folder {name}, and the Hugging Face Hub has no model {name}{at_revision}"
     token = args.hf_token if isinstance(args.hf_token, str) else None
     try:
         # Unlike a download, this request is not repeated when the network is down.
@@ -137,8 +137,8 @@ def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
         return {}  # vLLM knows other layouts
     except OfflineModeIsEnabled as error:
         raise CommandError(
-            f"there is no folder {name}, and the cache of the Hugging Face Hub has no model {name}{at}: "
-            "check the name, or download it without HF_HUB_OFFLINE"
+            f"there is no folder {name}, and the cache of the Hugging Face Hub has no model "
+            f"{name}{at_revision}: check the name, or download it without HF_HUB_OFFLINE"
         ) from error
     except HfHubHTTPError:
         return {}  # the Hub has a problem of its own, and vLLM tries longer

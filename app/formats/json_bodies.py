@@ -162,8 +162,8 @@ def _check_count(name: str, value: Any, max_objects: int, max_values: int) -> No
             raise _too_many(name, "objects and lists", max_objects)
         if num_values > max_values:
             raise _too_many(name, "values", max_values)
-        inner = part.values() if isinstance(part, dict) else part
-        pending += [item for item in inner if isinstance(item, dict | list)]
+        items = part.values() if isinstance(part, dict) else part
+        pending += [item for item in items if isinstance(item, dict | list)]
 
 
 def _too_many(name: str, unit: str, limit: int) -> ApiError:

@@ -72,14 +72,14 @@ def _compact_json(body: dict[str, Any]) -> bytes:
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """Return an error as a response, with the headers that its code or status needs."""
-    sent = dict(headers or {})
+    fields = dict(headers or {})
     if error.code in _CHALLENGES:
-        sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
+        fields.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
     if error.code in _MID_BODY:
-        sent.setdefault("Connection", "close")  # the rest of the body would be parsed as the next request
+        fields.setdefault("Connection", "close")  # the rest of the body would be parsed as the next request
     if error.status in _WORTH_WAITING:
-        sent.setdefault("Retry-After", str(RETRY_AFTER_S))
-    return _ErrorResponse(error, sent)
+        fields.setdefault("Retry-After", str(RETRY_AFTER_S))
+    return _ErrorResponse(error, fields)
 
 
 class _ErrorResponse(Response):

@@ -182,13 +182,13 @@ class Lifecycle:
         serves = await self._start_engine()
         while serves:
             self._has_started.set()
-            beside = None if then is None else asyncio.create_task(then(), name="engine-started")
+            after_start = None if then is None else asyncio.create_task(then(), name="engine-started")
             try:
                 await self._engine.died()
             finally:
-                if beside is not None:
-                    beside.cancel()
-                    await asyncio.gather(beside, return_exceptions=True)
+                if after_start is not None:
+                    after_start.cancel()
+                    await asyncio.gather(after_start, return_exceptions=True)
             serves = await self._restart()
         self._has_started.set()
         if not self._is_draining:

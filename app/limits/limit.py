@@ -101,8 +101,8 @@ class Limit:
 
     def exceeded(self, name: str, most: int, used: int, amount: int = 1) -> ApiError:
         """Return the error for ``amount`` units more than the ``used`` ones, if ``most`` are allowed."""
-        asked = "" if amount == 1 else f", and this asks for {amount} more"
-        message = f"{subject(name)} may have {most} {self.what} and has {used}{asked}; {self.then}."
+        amount_text = "" if amount == 1 else f", and this asks for {amount} more"
+        message = f"{subject(name)} may have {most} {self.what} and has {used}{amount_text}; {self.then}."
         return ApiError(self.code, message)
 
     def spend(self, holder: str | Holder, amount: int = 0) -> Spending:

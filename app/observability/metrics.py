@@ -222,9 +222,13 @@ class Metrics:
     def _make_gauges(self, registry: CollectorRegistry) -> None:
         """Create the gauges; over several processes they are summed, or equal if shared."""
 
-        def gauge(name: str, about: str, labels: Iterable[str] = (), *, is_shared: bool = False) -> Gauge:
+        def gauge(
+            name: str, description: str, labels: Iterable[str] = (), *, is_shared: bool = False
+        ) -> Gauge:
             mode: Literal["livemax", "livesum"] = "livemax" if is_shared else "livesum"
-            return Gauge(f"nnsight_engine_{name}", about, labels, registry=registry, multiprocess_mode=mode)
+            return Gauge(
+                f"nnsight_engine_{name}", description, labels, registry=registry, multiprocess_mode=mode
+            )
 
         self._phase = gauge("phase", "Number of server processes in this phase.", ["phase"])
         self._in_flight = gauge("in_flight", "Requests being answered and jobs being run.")

@@ -213,17 +213,17 @@ async def _preset_file(server: Server, name: str) -> JsonObject:
     """Return a preset with what its operations name; dictionaries are named only, since they are large."""
     preset = await server.get(f"{PRESETS.route}/{name}")
     parts: JsonObject = {}
-    for kind, named in _named_things(preset["interventions"]):
-        if named["id"] in parts:
+    for kind, name_object in _named_things(preset["interventions"]):
+        if name_object["id"] in parts:
             continue
-        path = f"{kind.route}/{named['id']}"
-        about = await server.get(path)
+        path = f"{kind.route}/{name_object['id']}"
+        description = await server.get(path)
         content = None
         if kind is not DICTIONARIES:
             file = io.BytesIO()
             await server.download(f"{path}/content", file)
             content = base64.b64encode(file.getvalue()).decode()
-        parts[named["id"]] = {"kind": kind.plural, "sha256": about["sha256"], "content": content}
+        parts[name_object["id"]] = {"kind": kind.plural, "sha256": description["sha256"], "content": content}
     return {**preset, **({_PARTS: parts} if parts else {})}
 
 
@@ -233,11 +233,11 @@ async def _add_preset(server: Server, fields: JsonObject, file: Any) -> JsonObje
     if not isinstance(preset, dict) or "interventions" not in preset:
         raise ValueError("a preset's file has a list of operations, or an object with it as `interventions`")
     parts = preset.get(_PARTS) or {}
-    for kind, named in _named_things(preset["interventions"]):
-        part = parts.get(named["id"])
+    for kind, name_object in _named_things(preset["interventions"]):
+        part = parts.get(name_object["id"])
         if part is not None:
-            stored = await _find_or_add_part(server, kind, Reference.parse(named["name"]), part)
-            named |= {"name": f"{stored['name']}@{stored['version']}", "id": stored["id"]}
+            stored = await _find_or_add_part(server, kind, Reference.parse(name_object["name"]), part)
+            name_object |= {"name": f"{stored['name']}@{stored['version']}", "id": stored["id"]}
     content = {key: preset[key] for key in ("description", "interventions") if key in preset}
     return await server.send("POST", PRESETS.route, json={**content, **fields})
 

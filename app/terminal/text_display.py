@@ -34,7 +34,7 @@ def visible(token: str) -> str:
     Two different tokens never look alike: control characters, and characters that equal one of these marks,
     are written as ``\\u00b7``.
     """
-    text = _UNCLEAR.sub(lambda found: _MARKS.get(found[0]) or f"\\u{ord(found[0]):04x}", token)
+    text = _UNCLEAR.sub(lambda match: _MARKS.get(match[0]) or f"\\u{ord(match[0]):04x}", token)
     return "".join(_MARKS.get(character, character) for character in text)
 
 

@@ -76,8 +76,8 @@ async def continuation_of(engine: EngineClient, sweep: AnySweep, http: Request) 
         reply = await engine.tokenize(TokenizeRequest(TokenizePrompt(prompt="")), http)
     except ApiError:  # of tokenizers that put nothing there
         return ids
-    before = [token["id"] for token in (reply.body or {})["tokens"]]
-    return ids[len(before) :] if ids[: len(before)] == before else ids
+    prefix = [token["id"] for token in (reply.body or {})["tokens"]]
+    return ids[len(prefix) :] if ids[: len(prefix)] == prefix else ids
 
 
 async def _tokens(

@@ -127,10 +127,10 @@ class SweepWork:
     @property
     def num_tokens(self) -> int:
         """The tokens of all runs, each of which generates one."""
-        cells_of_each, more = self._total // len(self._prompts), len(self.continuation) + 1
+        cells_of_each, num_behind = self._total // len(self._prompts), len(self.continuation) + 1
         return sum(
-            cells_of_each * (len(prompt.changed) + more)
-            + sum(len(ids) + more for ids in (prompt.clean, prompt.corrupted) if ids is not None)
+            cells_of_each * (len(prompt.changed) + num_behind)
+            + sum(len(ids) + num_behind for ids in (prompt.clean, prompt.corrupted) if ids is not None)
             for prompt in self._prompts
         )
 
@@ -167,16 +167,16 @@ class SweepWork:
     async def resolve(self) -> None:
         """Find what the request's names stand for; raises ApiError if there is nothing of a name."""
         record, metric = context_of(self._http.scope).record, metric_operation(self._sweep.metric)
-        named = self._writes.named
-        operations = (*named.values(), *(() if metric is None else (metric,)))
+        named_writes = self._writes.named
+        operations = (*named_writes.values(), *(() if metric is None else (metric,)))
         record.note_operations({"model": self._sweep.model}, operations)
         record.operations = [self._sweep.method, *([] if metric is None else [metric.op])]
         try:
             resolved: Any = await with_values(operations, self._http, self._components, self._caller)
         except ApiError as error:
-            raise _placed(error, len(named)) from error
-        self._metric = resolved[len(named) :]
-        self._writes.resolve(resolved[: len(named)])
+            raise _placed(error, len(named_writes)) from error
+        self._metric = resolved[len(named_writes) :]
+        self._writes.resolve(resolved[: len(named_writes)])
 
     async def result(self, report: Report) -> Sweep:
         """Run the prompts without interventions, then all cells in batches; ``report`` gets the progress."""
@@ -361,11 +361,11 @@ def _placed(error: ApiError, num_writes: int) -> ApiError:
     The metric's operation stands behind ``num_writes`` others.
     """
     head, _, path = (error.param or "").partition(".")  # interventions.NUMBER.FIELD
-    number, _, rest = path.partition(".")
+    number, _, field = path.partition(".")
     if head != FIELD or not number.isdecimal():
         return error
     if int(number) >= num_writes:
-        param = ".".join(filter(None, ["metric", _METRIC_FIELDS.get(rest, rest)]))
+        param = ".".join(filter(None, ["metric", _METRIC_FIELDS.get(field, field)]))
     else:
-        param = _FIELDS.get(rest.partition(".")[0], "points")
+        param = _FIELDS.get(field.partition(".")[0], "points")
     return ApiError(error.code, f"`{param}`: {error.message}", param)

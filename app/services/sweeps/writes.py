@@ -89,8 +89,8 @@ class CellWrites:
             return []
         where, captures = Where(positions=self._positions(prompt)), list[Operation]()
         for index, _ in enumerate(self._sweep.points):  # one operation may name a place by one name only
-            at = [point for (number, _), point in self._grid.points.items() if number == index]
-            captures.append(Capture(at=at, where=where, dtype="float32", name=f"{ROWS}{index}"))
+            points = [point for (number, _), point in self._grid.points.items() if number == index]
+            captures.append(Capture(at=points, where=where, dtype="float32", name=f"{ROWS}{index}"))
         return captures
 
     def bytes_of(self, cell: Cell, prompt: SweptPrompt) -> int:
@@ -110,10 +110,10 @@ class CellWrites:
 
     def _positions(self, prompt: SweptPrompt) -> list[int]:
         """Return the absolute positions of a prompt that cells change, ascending."""
-        named = self._grid.axes.get("position")
-        if named is None:
+        labels = self._grid.axes.get("position")
+        if labels is None:
             return list(range(len(prompt.changed)))
-        return sorted({int(position) % len(prompt.changed) for position in named})
+        return sorted({int(position) % len(prompt.changed) for position in labels})
 
     def _units(self, point: str, at: Mapping[str, int]) -> list[int] | None:
         """Return the columns of a cell's head in the point's value; None without an axis of heads."""
