@@ -408,7 +408,7 @@ class Settings(BaseSettings):
 
     @property
     def inline_json_bytes(self) -> int:
-        """The size of a choice's JSON beyond which its other numbers are returned as a file."""
+        """The bytes of JSON beyond which a choice's results other than tensors are returned as a file."""
         return max(self.bounds.inline_json_bytes, self.inline_tensor_bytes)
 
     @property

@@ -39,7 +39,7 @@ class _Query:
         self._answered_at = float("-inf")
 
     async def answered(self) -> None:
-        """Wait for the answer of the query that runs, or of a new one if the last is a second old."""
+        """Wait two seconds at most for the query that runs, or for a new one if the last is a second old."""
         if self._task is None and time.monotonic() - self._answered_at >= _PAUSE_S:
             self._task = asyncio.create_task(self._run_query(), name="metrics")
         if self._task is not None:
