@@ -362,7 +362,7 @@ class JobRun:
                 await result.discard()
 
     def _record_run(self, end: JobEnd | None) -> None:
-        """Complete the run's record, for the audit log if it has a tenant; ``end`` is None if it is to run again."""
+        """Complete the run's record for the audit log; ``end`` is None if the job is to run again."""
         record = self.context.record
         record.step_tier = self.context.tier
         self.ended = None if end is None else end.status
@@ -401,7 +401,7 @@ class JobRun:
         return end
 
     async def _run_attempts(self) -> None:
-        """Run the trace to its end, again while the engine's queue is full; raises ApiError if it is refused."""
+        """Run the trace to its end, again while the engine's queue is full; raises ApiError otherwise."""
         request = await self._read_request()
         for attempt in itertools.count():
             try:
