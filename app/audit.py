@@ -100,6 +100,7 @@ class Record:
         self.intervention_s = meter.intervention_s
 
     def identify(self, caller: Principal, connection: HTTPConnection) -> None:
+        """Record the caller, the route, and as the subject the first parameter of its path."""
         self.tenant, self.key_id = caller.tenant, caller.key_id
         if caller.has_key:
             self.caller_class = caller.tier.value
@@ -107,6 +108,7 @@ class Record:
         self.subject = next(map(str, connection.path_params.values()), "")
 
     def note_operations(self, body: Mapping[str, Any], interventions: Sequence[Intervention]) -> None:
+        """Record what a completion asks for; ``body`` has its model and its sampling parameters."""
         model = body.get("model")
         self.model = model if isinstance(model, str) else ""
         self.sampling = {
@@ -114,8 +116,8 @@ class Record:
             for name in SAMPLING
             if isinstance(value := body.get(name), int | float) and abs(value) < _MAX_NUMBER
         }
-        written: list[str] = [operation.op for operation in interventions]
-        self.operations = written if len(written) <= _MAX_OPERATIONS else list(dict.fromkeys(written))
+        op_names: list[str] = [operation.op for operation in interventions]
+        self.operations = op_names if len(op_names) <= _MAX_OPERATIONS else list(dict.fromkeys(op_names))
         self.uses = [
             (operation.op, kind) for operation in interventions for kind in _kinds_of_points(operation)
         ]
@@ -129,6 +131,7 @@ class Record:
         self.named.append((kind, name if shared or not self.tenant else ""))
 
     async def note_trace(self, request: TraceRequest) -> None:
+        """Record what a trace runs; large code is hashed on a thread."""
         self.model, self.operations = request.head.model, [request.head.kind]
         self.uses = [(request.head.kind, CODE)]
         self.code_bytes = len(request.blocks)
@@ -138,12 +141,14 @@ class Record:
             self.code_sha256 = (await asyncio.to_thread(hashlib.sha256, request.blocks)).hexdigest()
 
     def row(self) -> dict[str, Any]:
-        written = [field.name for field in dataclasses.fields(self) if field.metadata.get("kept", True)]
-        row = {name: getattr(self, name) for name in written}
+        """Return the columns of the audit log, with texts that any database stores."""
+        columns = [field.name for field in dataclasses.fields(self) if field.metadata.get("kept", True)]
+        row = {name: getattr(self, name) for name in columns}
         return row | {name: _storable(row[name]) for name in ("subject", "model", "error", "route")}
 
 
 def _kinds_of_points(operation: Intervention) -> set[str]:
+    """Return the points of an operation as names of points of all layers, such as ``layers.*.output``."""
     if isinstance(operation, Trace):
         return {CODE}
     if isinstance(operation, LogitLens):
@@ -190,7 +195,10 @@ _EARLY_COLUMNS: Final = ("tenant", "key_id", "route", "subject", "model", "opera
 
 @dataclasses.dataclass(slots=True)
 class _AuditEntry:
-    """``written_columns``: the values of ``_EARLY_COLUMNS`` when the row was last written before the end."""
+    """``written_columns``: the values of ``_EARLY_COLUMNS`` when the row was last written before the end.
+
+    ``number`` is that of the row in the database, None until it is written; a further write updates it.
+    """
 
     record: Record
     row: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -225,6 +233,7 @@ class AuditLog:
             self._item_added.set()
 
     def add(self, record: Record) -> None:
+        """Queue the record of a request that is over; drops it if too many wait for the database."""
         if not self.is_on:
             return
         entry = self._running.pop(record.request_id, None) or _AuditEntry(record)
@@ -275,6 +284,7 @@ class AuditLog:
             await _uninterrupted(self._write_ended(batch))
 
     async def _write_started(self, entries: Sequence[_AuditEntry]) -> None:
+        """Write running requests as under way; if that fails, they are due again."""
         for entry in entries:
             entry.written_columns = entry.mutable_columns()
             entry.row = entry.record.row() | {"error": entry.record.error or _UNDER_WAY}
@@ -290,13 +300,15 @@ class AuditLog:
         del self._pending[: len(entries)]
 
     async def _write(self, entries: Sequence[_AuditEntry]) -> None:
+        """Insert the rows of entries without a number, which get one, and update the others."""
         unwritten = [entry for entry in entries if entry.number is None]
-        written = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
-        numbers = await self._store.write([entry.row for entry in unwritten], written)
+        updated = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
+        numbers = await self._store.write([entry.row for entry in unwritten], updated)
         for entry, number in zip(unwritten, numbers, strict=True):
             entry.number = number
 
     async def _run_writer(self) -> None:
+        """Write records about once a second while there are any, and expire old ones every hour."""
         swept_at = -_SWEEP_S
         while True:
             try:
@@ -317,6 +329,7 @@ class AuditLog:
 
 
 def _is_due(entry: _AuditEntry) -> bool:
+    """Return whether a running request of a key is to be written now, before its end."""
     record = entry.record
     if not record.key_id or time.time() - record.time < _GATHER_S:
         return False

@@ -31,6 +31,7 @@ _COMMANDS.add_typer(TERMINAL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit status; errors are printed to standard error."""
     arguments = [
         "--help" if argument == "-h" else argument for argument in (sys.argv[1:] if argv is None else argv)
     ]
@@ -71,6 +72,7 @@ def _root(
 
 
 def _check_value(value: Any) -> Any:
+    """Refuse an option in the place of another one's value, which is missing then."""
     if isinstance(value, str) and value.startswith("-"):
         raise typer.BadParameter(f"it needs a value, got the option {value}")
     return value
@@ -86,6 +88,7 @@ def _replica_option(description: str) -> Any:
 
 
 def _flags(context: typer.Context) -> list[str]:
+    """Return the options of this command, beside vLLM's, for suggestions after typing errors."""
     return [flag for parameter in context.command.params for flag in parameter.opts]
 
 

@@ -25,6 +25,7 @@ def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
 
 
 def _settings_error(error: ValidationError, options: Collection[str]) -> CommandError:
+    """Return the error of the first wrong setting, by the name of its option or of its variable."""
     problem = error.errors(include_url=False)[0]
     name = ".".join(map(str, problem["loc"]))
     message = f"{problem['msg']}, got {problem['input']!r}; see docs/settings.md"

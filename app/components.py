@@ -122,6 +122,7 @@ class Components:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        """Start everything for the length of the block; closes it in the reverse order."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.database.close)
             await self.database.start()
@@ -152,17 +153,20 @@ class Components:
             yield
 
     async def _after_start(self) -> None:
+        """Start the sandbox and store the examples, each time that the engine has started."""
         stores = ExampleStores(self.vectors, self.detectors, self.dictionaries)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(start_sandbox(self.settings, self.engine, self.keys))
             tasks.create_task(store_examples(self.settings, self.engine, stores))
 
     def _num_waiting(self) -> dict[str, int]:
+        """Return the requests that wait before the engine, by the name of their queue, for metrics."""
         counts = {process_engine.queue: process_engine.num_waiting for process_engine in self.processes}
         counts |= {"trainings": self.trainings.num_waiting, "sweeps": self.sweeps.num_waiting}
         return {**self.engine.num_waiting(), **counts}
 
     def _stored_bytes(self) -> dict[str, tuple[int, int]]:
+        """Return the used bytes and their limit by store, for metrics."""
         settings = self.settings
         vectors = self.vectors.used_bytes + self.detectors.used_bytes
         return {
@@ -178,10 +182,11 @@ class Components:
 def _process_engines(
     settings: Settings, engine: EngineClient, local: LocalTraceEngine | None
 ) -> list[TraceProcesses]:
-    beside: list[TraceProcesses] = [] if local is None else [local]
+    """Return the pools of processes for traces: the local engine, and sessions on vLLM, if there are any."""
+    engines: list[TraceProcesses] = [] if local is None else [local]
     vllm = engine.trace_engines().get(SessionTraces.name)
     if vllm is None:
-        return beside
+        return engines
     options = ProcessOptions(
         model=engine.served().source,
         max_result_bytes=settings.max_trace_bytes,
@@ -191,4 +196,4 @@ def _process_engines(
     async def outline() -> dict[str, Any]:
         return (await model_outline(engine, [vllm.name])).model_dump(mode="json")
 
-    return [*beside, SessionTraces(vllm, outline, options, settings, environment_for_traces())]
+    return [*engines, SessionTraces(vllm, outline, options, settings, environment_for_traces())]

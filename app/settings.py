@@ -408,6 +408,7 @@ class Settings(BaseSettings):
 
     @property
     def inline_json_bytes(self) -> int:
+        """The bytes of JSON beyond which a choice's results other than tensors are returned as a file."""
         return max(self.bounds.inline_json_bytes, self.inline_tensor_bytes)
 
     @property
@@ -434,9 +435,9 @@ def misspelt_variable() -> tuple[str, str] | None:
     prefix = Settings.model_config["env_prefix"]
     known = [name.upper() for name in (*Settings.model_fields, *ClientSettings.model_fields)]
     for name in sorted(os.environ):
-        given = name.removeprefix(prefix)
-        if given != name and given not in known:
-            for similar in difflib.get_close_matches(given, known, n=1, cutoff=0.75):
+        unprefixed = name.removeprefix(prefix)
+        if unprefixed != name and unprefixed not in known:
+            for similar in difflib.get_close_matches(unprefixed, known, n=1, cutoff=0.75):
                 return name, f"{prefix}{similar}"
     return None
 

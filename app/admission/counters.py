@@ -39,7 +39,10 @@ MAX_CARRIED_MINUTES: Final = 60
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Used:
-    """Usage within a sliding minute; ``left`` is the fraction of ``before`` that still counts, 1 to 0."""
+    """Usage within a sliding minute; ``left`` is the fraction of ``before`` that still counts, 1 to 0.
+
+    ``later`` is the usage that is already carried over to each of the minutes after this one.
+    """
 
     before: int
     now: int
@@ -55,7 +58,7 @@ class Used:
         if self.amount <= room:
             return 1
         room, before = max(0, room), self.before
-        minutes = 0.0
+        minutes = 0.0  # from the beginning of the current one
         for index, now in enumerate((self.now, *self.later, 0)):
             if now <= room:  # at some moment of this minute, enough of the previous minute has expired
                 minutes = index + 1 - min(1.0, (room - now) / max(1, before))
@@ -75,45 +78,49 @@ _Query = Callable[[_Backend], Awaitable[T]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
+    """``name`` is what is counted, ``minute`` the number of the minute that it counts in."""
+
     name: str
     amount: int
     minute: int
-    side: _Backend
+    backend: _Backend
 
 
 class Counts:
+    """Counts by names; each call goes to the shared storage or, while that fails, to this process."""
+
     def __init__(self, url: str) -> None:
         """Raise UnsupportedOptionError for an unknown scheme or a missing client library."""
         self.num_failures = 0
-        self._own = _Backend(MemoryStorage())
+        self._local = _Backend(MemoryStorage())
         self._shared = None if url == _MEMORY else _Backend(_opened(url))
-        self._again_at = 0.0
+        self._retry_at = 0.0
 
     async def hit(self, item: RateLimitItem, name: str) -> bool:
         """Count one hit unless that exceeds the limit; return whether it was counted."""
-        return await self._query(lambda side: side.limiter.hit(item, name))
+        return await self._query(lambda backend: backend.limiter.hit(item, name))
 
     async def test(self, item: RateLimitItem, name: str) -> bool:
-        return await self._query(lambda side: side.limiter.test(item, name))
+        return await self._query(lambda backend: backend.limiter.test(item, name))
 
     async def stats(self, item: RateLimitItem, name: str) -> WindowStats:
-        return await self._query(lambda side: side.limiter.get_window_stats(item, name))
+        return await self._query(lambda backend: backend.limiter.get_window_stats(item, name))
 
     async def used(self, name: str, *, ahead: bool = False) -> Used:
         """Return the usage; ``later`` is read only if ``ahead``."""
-        return await self._query(lambda side: _used(side.storage, name, ahead=ahead))
+        return await self._query(lambda backend: _used(backend.storage, name, ahead=ahead))
 
     async def add(self, name: str, amount: int, most: int) -> None:
         """Add to the usage; the part beyond ``most`` per minute is carried over to the following minutes."""
-        await self._query(lambda side: _add(side.storage, name, amount, most))
+        await self._query(lambda backend: _add(backend.storage, name, amount, most))
 
     async def reserve(self, name: str, amount: int) -> tuple[Reservation, Used]:
         """Reserve an amount regardless of limits; return the reservation and the resulting usage."""
 
-        async def query(side: _Backend) -> tuple[Reservation, Used]:
+        async def query(backend: _Backend) -> tuple[Reservation, Used]:
             minute = this_minute()
-            await side.storage.incr(_bucket(name, minute), _RETENTION_S, amount)
-            return Reservation(name, amount, minute, side), await _used(side.storage, name)
+            await backend.storage.incr(_bucket(name, minute), _RETENTION_S, amount)
+            return Reservation(name, amount, minute, backend), await _used(backend.storage, name)
 
         return await self._query(query)
 
@@ -121,39 +128,40 @@ class Counts:
         """Release part of a reservation; without an effect if its minute no longer counts."""
         if reservation.minute < this_minute() - 1 or amount <= 0:
             return
-        storage, bucket = reservation.side.storage, _bucket(reservation.name, reservation.minute)
+        storage, bucket = reservation.backend.storage, _bucket(reservation.name, reservation.minute)
 
         async def query() -> None:
             left = await storage.incr(bucket, _RETENTION_S, -amount)
             if left < 0:  # the storage has lost the reservation
                 await storage.incr(bucket, _RETENTION_S, -left)
 
-        if reservation.side is self._own:
+        if reservation.backend is self._local:
             await query()
         else:
-            await self._query(lambda side: query() if side is reservation.side else _nothing())
+            await self._query(lambda backend: query() if backend is reservation.backend else _nothing())
 
     async def _query(self, query: _Query[T]) -> T:
+        """Return the answer of the shared storage or, while it does not answer, of this process's own."""
         shared = self._shared
-        if shared is None or time.monotonic() < self._again_at:
-            return await query(self._own)
-        if self._again_at:  # while one request retries a failed storage, others do not wait for it
-            self._again_at = time.monotonic() + _RETRY_DELAY_S
+        if shared is None or time.monotonic() < self._retry_at:
+            return await query(self._local)
+        if self._retry_at:  # while one request retries a failed storage, others do not wait for it
+            self._retry_at = time.monotonic() + _RETRY_DELAY_S
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 answer = await query(shared)
         except Exception as error:  # noqa: BLE001 - whatever clients of storages raise
-            self._again_at = time.monotonic() + _RETRY_DELAY_S
+            self._retry_at = time.monotonic() + _RETRY_DELAY_S
             self.num_failures += 1
             # Its message may contain the URL's password.
             logger.warning(
                 "the storage at NNSIGHT_ENGINE_LIMITS_URL does not answer (%s, %d failures so far); this "
                 "server counts its limits alone for now", type(error).__name__, self.num_failures,
             )  # fmt: skip
-            return await query(self._own)
-        if self._again_at:
+            return await query(self._local)
+        if self._retry_at:
             logger.warning("the storage at NNSIGHT_ENGINE_LIMITS_URL answers again; limits are shared")
-            self._again_at = 0.0
+            self._retry_at = 0.0
         return answer
 
 
@@ -162,6 +170,7 @@ def this_minute() -> int:
 
 
 async def _used(storage: Storage, name: str, *, ahead: bool = False) -> Used:
+    """Return the usage of this minute and the last one, and with ``ahead`` of those after it."""
     minute, passed = divmod(time.time(), _MINUTE_S)
     before = await storage.get(_bucket(name, int(minute) - 1))
     now = await storage.get(_bucket(name, int(minute)))
@@ -175,6 +184,7 @@ async def _used(storage: Storage, name: str, *, ahead: bool = False) -> Used:
 
 
 async def _add(storage: Storage, name: str, amount: int, most: int) -> None:
+    """Count at most ``most`` in each minute, and what is beyond in the minutes after it."""
     minute = this_minute()
     for later in range(MAX_CARRIED_MINUTES + 1):
         bucket, retention_s = _bucket(name, minute + later), _RETENTION_S + later * _MINUTE_S

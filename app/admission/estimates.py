@@ -40,30 +40,32 @@ def of_text(num_bytes: int, body: Mapping[str, Any]) -> Estimate:
 
 
 def num_choices(body: Mapping[str, Any]) -> int:
+    """Return how many answers a completion asks for: ``n`` of each prompt."""
     return min(num_prompts(body) * max(1, _number(body.get("n"))), _MAX_COUNT)
 
 
 def num_prompts(body: Mapping[str, Any]) -> int:
-    given = body.get("prompt")
-    found = len(given) if isinstance(given, list) and not _is_ids(given) else int(given is not None)
+    prompt = body.get("prompt")
+    count = len(prompt) if isinstance(prompt, list) and not _is_ids(prompt) else int(prompt is not None)
     embeds = body.get("prompt_embeds")
-    found += len(embeds) if isinstance(embeds, list) else int(embeds is not None)
-    return max(1, found)
+    count += len(embeds) if isinstance(embeds, list) else int(embeds is not None)
+    return max(1, count)
 
 
 def check_choices(body: Mapping[str, Any], max_choices: int) -> None:
     """Raise ApiError if a request has too many choices, each of which is a request to the engine."""
-    found = num_choices(body)
-    if found > max_choices:
+    num_wanted = num_choices(body)
+    if num_wanted > max_choices:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
             f"A request may ask for {max_choices} choices, `n` for each of its prompts, and this one asks "
-            f"for {found}; send several.",
+            f"for {num_wanted}; send several.",
             "n",
         )
 
 
 def of_trace(head: TraceHead) -> Estimate:
+    """Estimate the prompts of a trace, and what each of them may generate."""
     prompts, generated = [], 0
     for invoke in head.invokes:
         prompts.append(_prompt(invoke.prompt))
@@ -72,13 +74,13 @@ def of_trace(head: TraceHead) -> Estimate:
     return _together(prompts, generated)
 
 
-def of_training(wanted: LabelledPrompts) -> Estimate:
+def of_training(training: LabelledPrompts) -> Estimate:
     """Estimate the prompts of a training, each of which generates one token."""
     prompts = [
         Estimate(0, _guessed(prompt))
         if isinstance(prompt, str)
-        else _chat([one.model_dump() for one in prompt])
-        for prompt in (*wanted.positive, *wanted.negative)
+        else _chat([message.model_dump() for message in prompt])
+        for prompt in (*training.positive, *training.negative)
     ]
     return _together(prompts, len(prompts))
 
@@ -88,23 +90,25 @@ def _together(prompts: list[Estimate], generated: int) -> Estimate:
     return Estimate(min(stated, _MAX_COUNT), min(sum(prompt.guessed for prompt in prompts), _MAX_COUNT))
 
 
-def _prompts(given: Any) -> list[Estimate]:
-    if isinstance(given, list) and not _is_ids(given):
-        return [_prompt(one) for one in given]
-    return [_prompt(given)]
+def _prompts(prompt: Any) -> list[Estimate]:
+    if isinstance(prompt, list) and not _is_ids(prompt):
+        return [_prompt(item) for item in prompt]
+    return [_prompt(prompt)]
 
 
-def _is_ids(given: list[Any]) -> bool:
-    return not given or isinstance(given[0], int)
+def _is_ids(prompt: list[Any]) -> bool:
+    """Return whether a list is one prompt of token ids, rather than several prompts."""
+    return not prompt or isinstance(prompt[0], int)
 
 
-def _prompt(given: Any) -> Estimate:
-    if isinstance(given, list):
-        return Estimate(len(given), 0)
-    return Estimate(0, _guessed(given))
+def _prompt(prompt: Any) -> Estimate:
+    if isinstance(prompt, list):
+        return Estimate(len(prompt), 0)
+    return Estimate(0, _guessed(prompt))
 
 
 def _chat(messages: Any) -> Estimate:
+    """Estimate a conversation by the texts in its messages."""
     guessed = 0
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
@@ -117,8 +121,8 @@ def _guessed(text: Any) -> int:
     return len(text) // _BYTES_PER_TOKEN + 1 if isinstance(text, str) else 0
 
 
-def _number(given: Any) -> int:
+def _number(value: Any) -> int:
     try:
-        return min(max(0, _INTEGER.validate_python(given)), _MAX_COUNT)
+        return min(max(0, _INTEGER.validate_python(value)), _MAX_COUNT)
     except ValidationError:
         return 0

@@ -43,10 +43,12 @@ class Quota(enum.Enum):
     INTERVENTION_TIME = "intervention_seconds_per_minute"
 
     def most(self, limits: Limits) -> int | None:
+        """Return the limit as it is counted: in tokens, bytes or microseconds; None for no limit."""
         most: float | None = getattr(limits, self.value)
         return None if most is None else max(1, int(most * self._scale))
 
     def used(self, meter: UsageMeter) -> int:
+        """Return the usage in the same unit as ``most``."""
         if self is Quota.TOKENS:
             return meter.num_tokens
         if self is Quota.CAPTURED_BYTES:
@@ -113,6 +115,8 @@ class Admitted:
 
 
 class Rates:
+    """The limits of all callers; ``url`` is the storage of the counts, see ``app.admission.counters``."""
+
     def __init__(self, url: str) -> None:
         self.counts = Counts(url)
         self._running = Limit(
@@ -137,14 +141,14 @@ class Rates:
         if works:
             self._check_running(groups)
             await admitted.check(Quota.TOKENS)
-        for group, item in _rates(groups):
+        for group, item in _request_rates(groups):
             if not await self.counts.test(item, group.name):
                 raise await self._beyond(group, item)
         if works:  # others may have been admitted while this one waited for the storage, so check again
             self._check_running(groups)
             running.add(1)
         try:
-            header_sets = [await self._hit(group, item) for group, item in _rates(groups)]
+            header_sets = [await self._hit(group, item) for group, item in _request_rates(groups)]
         except BaseException:
             running.close()
             raise
@@ -185,14 +189,15 @@ class Rates:
             for group, _, most in _limited(groups, [Quota.TOKENS]):
                 header_sets.append(await self._reserve(group, most, estimate, reserved))
         except BaseException:
-            for one in reserved:
-                await self.counts.release(one, one.amount)
+            for reservation in reserved:
+                await self.counts.release(reservation, reservation.amount)
             raise
         return reserved, _least(header_sets, _REMAINING_TOKENS)
 
     async def _reserve(
         self, group: QuotaGroup, most: int, estimate: Estimate, reserved: list[Reservation]
     ) -> dict[str, str]:
+        """Return OpenAI's headers; adds to ``reserved``, also if this raises ThrottledError afterwards."""
         if estimate.stated > most:
             raise ApiError(
                 ErrorCode.BEYOND_LIMIT,
@@ -222,7 +227,7 @@ class Rates:
     ) -> None:
         """Count the usage of work that is over, and release the unused part of its reservations."""
         await meter.settled()
-        by_name = {one.name: one for one in reserved}
+        by_name = {reservation.name: reservation for reservation in reserved}
         for group, quota, most in _limited(groups, Quota):
             name, used = _name(group, quota), quota.used(meter)
             reservation = by_name.get(name)
@@ -243,6 +248,7 @@ class Rates:
         await asyncio.gather(*self._billing, return_exceptions=True)
 
     def _check_running(self, groups: Sequence[QuotaGroup]) -> None:
+        """Raise ThrottledError if a group has as many running requests as its limit on concurrency."""
         for group in groups:
             most, used = group.limits.concurrency, self._running.used(group.name)
             if most is not None and used >= most:
@@ -250,11 +256,13 @@ class Rates:
                 raise ThrottledError(message, {"Retry-After": str(_MIN_RETRY_S)})
 
     async def _hit(self, group: QuotaGroup, item: RateLimitItemPerMinute) -> dict[str, str]:
+        """Count one request of a group, and return its headers; raises ThrottledError beyond its limit."""
         if not await self.counts.hit(item, group.name):
             raise await self._beyond(group, item)
         return await self._request_headers(group, item)
 
     async def _beyond(self, group: QuotaGroup, item: RateLimitItemPerMinute) -> ThrottledError:
+        """Return the error of a group that has sent all its requests of this minute."""
         headers = await self._request_headers(group, item)
         wait = headers["x-ratelimit-reset-requests"].removesuffix("s")
         return ThrottledError(
@@ -274,29 +282,34 @@ class Rates:
     async def _used_up(
         self, group: QuotaGroup, quota: Quota, most: int, reservation: Reservation | None = None
     ) -> ThrottledError:
+        """Return the error of a used-up quota, with the seconds until it has room for the request.
+
+        ``reservation`` is the request's own, which does not count as used; None before it has one.
+        """
         used = await self.counts.used(_name(group, quota), ahead=True)
         amount = 1 if reservation is None else reservation.amount
         if reservation is not None:
             used = dataclasses.replace(used, now=used.now - amount)
         wait = used.wait_s(most - amount)
-        more = "" if amount == 1 else f", and this one asks for {quota.text(amount)}"
+        amount_text = "" if amount == 1 else f", and this one asks for {quota.text(amount)}"
         headers = {"Retry-After": str(wait)}
         if quota is Quota.TOKENS:
             headers |= _token_headers(most, used)
         return ThrottledError(
             f"{subject(group.name)} may use {quota.text(most)} a minute and has used "
-            f"{quota.text(used.amount)}{more}: send this one again in {wait} s.",
+            f"{quota.text(used.amount)}{amount_text}: send this one again in {wait} s.",
             headers,
         )
 
 
 def groups_of(caller: Principal) -> list[QuotaGroup]:
+    """Return the groups that a caller's work counts for: its key and its tenant, if they have limits."""
     key = QuotaGroup(name_of_key(caller.key_id), caller.limits)
     tenant = QuotaGroup(caller.tenant, caller.tenant_limits)
     return [group for group in (key, tenant) if group.limits.model_fields_set]
 
 
-def _rates(groups: Sequence[QuotaGroup]) -> Iterator[tuple[QuotaGroup, RateLimitItemPerMinute]]:
+def _request_rates(groups: Sequence[QuotaGroup]) -> Iterator[tuple[QuotaGroup, RateLimitItemPerMinute]]:
     for group in groups:
         if group.limits.requests_per_minute is not None:
             yield group, RateLimitItemPerMinute(group.limits.requests_per_minute)
@@ -305,6 +318,7 @@ def _rates(groups: Sequence[QuotaGroup]) -> Iterator[tuple[QuotaGroup, RateLimit
 def _limited(
     groups: Sequence[QuotaGroup], quotas: Iterable[Quota]
 ) -> Iterator[tuple[QuotaGroup, Quota, int]]:
+    """Yield each of the quotas that a group is limited by, with its limit as it is counted."""
     for quota in quotas:
         for group in groups:
             most = quota.most(group.limits)
@@ -325,4 +339,5 @@ def _token_headers(most: int, used: Used) -> dict[str, str]:
 
 
 def _least(header_sets: list[dict[str, str]], remaining: str) -> dict[str, str]:
+    """Return the headers of the group with the fewest left, as OpenAI has one set; empty if there is none."""
     return min(header_sets, key=lambda headers: int(headers[remaining]), default={})

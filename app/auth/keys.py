@@ -80,6 +80,8 @@ _HOLDER_OF_GIVEN_KEYS: Final = Principal(GIVEN_ID, GIVEN_ID, _SCOPES, Tier.SANDB
 
 
 class GivenKeys:
+    """The keys of ``--api-key`` and ``VLLM_API_KEY``, by their hashes."""
+
     def __init__(self, texts: Sequence[str] = ()) -> None:
         self._digests = [_digest(text) for text in texts]
 
@@ -111,6 +113,8 @@ _Found = TypeVar("_Found")
 
 
 class Lookups(Generic[_Found]):
+    """Reads the rows of ids in batches: ids that arrive during a read are read together by the next."""
+
     def __init__(self, read: Callable[[Collection[str]], Awaitable[Mapping[str, _Found]]]) -> None:
         self._read = read
         self._read_lock = asyncio.Lock()
@@ -127,6 +131,7 @@ class Lookups(Generic[_Found]):
         return (await asyncio.shield(self._next_read)).get(key_id)
 
     async def _read_next(self) -> Mapping[str, _Found]:
+        """Read all ids requested until the previous read is over; ``find`` begins the next one."""
         async with self._read_lock:
             await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
             requested, self._requested, self._next_read = self._requested, set(), None
@@ -149,9 +154,11 @@ class LoginThrottle:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        # What remains of a source's burst, and the time at which that was so.
         self._allowances: dict[_Source, tuple[float, float]] = {}
 
     def count(self, key_id: str, address: str) -> None:
+        """Count an invalid key of this id from this address; raises ThrottledError beyond the allowance."""
         source = key_id, _network_of(address)
         remaining, moment = self._remaining(source), self._clock()
         if remaining < 1:
@@ -179,13 +186,14 @@ class LoginThrottle:
 
 
 def _network_of(address: str) -> str:
+    """Return an IPv4 address itself and the /64 of an IPv6 one, as a client may have all of that."""
     try:
-        parse_key = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return address  # a client on a Unix socket has no address
-    if isinstance(parse_key, ipaddress.IPv6Address) and parse_key.ipv4_mapped is None:
-        return str(ipaddress.ip_network((parse_key.packed, _IPV6_NETWORK), strict=False))
-    return str(getattr(parse_key, "ipv4_mapped", None) or parse_key)
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
+        return str(ipaddress.ip_network((parsed.packed, _IPV6_NETWORK), strict=False))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 logger = logging.getLogger(__name__)
@@ -212,9 +220,9 @@ class Keys:
         self._given_keys = given_keys or GivenKeys()
         self._lookups = Lookups(store.find)
         self._checks: dict[bytes, _CachedCheck] = {}
-        self._generation = 0
+        self._generation = 0  # changes when cached checks end, so that none under way is cached
         self._has_keys = False
-        self._has_keys_until = 0.0
+        self._has_keys_until = 0.0  # when the absence of keys is checked again
         self._throttle = LoginThrottle()
         # The hash that nonexistent keys are compared with, for equal timing.
         self._dummy_hash = hashed(new_secret())
@@ -264,6 +272,7 @@ class Keys:
         return check.principal
 
     async def _check_text(self, text: str, address: str) -> _CachedCheck:
+        """Return the check of a key, cached or new; raises ThrottledError for too many invalid ones."""
         secret = parse_key(text)
         if secret is None:
             return _INVALID
@@ -289,6 +298,7 @@ class Keys:
         self._checks[digest] = check
 
     async def _check_secret(self, secret: Secret) -> _CachedCheck:
+        """Check a key against its row; its last use is noted in the background."""
         until = time.monotonic() + _CACHE_TTL_S
         row_and_limits = await self._lookups.find(secret.id)
         is_right = matches(secret, self._dummy_hash if row_and_limits is None else row_and_limits[0].hash)
@@ -381,12 +391,14 @@ class Keys:
         return await self._store.tenants()
 
     async def limit(self, tenant: str, limits: Limits) -> Tenant:
+        """Set the limits of all keys of a tenant together; cached checks, which have the old ones, end."""
         changed = await self._store.limit(tenant, limits)
         self._generation += 1
         self._checks.clear()
         return changed
 
     def _expire_cached(self, key_id: str) -> None:
+        """Forget the cached check of a key; checks that are under way now are not cached either."""
         self._generation += 1
         self._checks = {
             digest: check

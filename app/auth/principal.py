@@ -99,6 +99,7 @@ def takes_code(settings: Settings) -> bool:
 
 
 def check_code_allowed(settings: Settings, caller: Principal) -> None:
+    """Raise ``code_not_allowed`` or ``missing_scope`` unless the caller may send code to this server."""
     if settings.allow_code is False:
         raise _code_refusal("This server takes no traces: allow_code is false (NNSIGHT_ENGINE_ALLOW_CODE).")
     if caller.has_key:

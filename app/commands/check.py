@@ -59,6 +59,7 @@ def run(request: CheckRequest, arguments: Sequence[str], json_file: Path | None)
 
 
 def _engine_arguments(model: str, options: Sequence[str]) -> dict[str, Any]:
+    """Return those of vLLM's engine arguments that the options change from their defaults."""
     parse = importlib.import_module("app.engine.vllm_arguments").parse
     kind: type[EngineArgs] = importlib.import_module("vllm").EngineArgs
     chosen, default = (kind.from_cli_args(parse([model, *added])) for added in (options, ()))
@@ -67,6 +68,7 @@ def _engine_arguments(model: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def print_certificate(certificate: Certificate, console: Console) -> None:
+    """Print the findings as a table of points, the reasons of those that are not ok, and a summary."""
     subjects: dict[str, dict[str, Finding]] = {}
     for finding in certificate.findings:
         subjects.setdefault(finding.subject, {})[finding.what] = finding

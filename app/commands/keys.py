@@ -73,6 +73,8 @@ async def _opened_database(settings: Settings) -> AsyncIterator[Database]:
 
 
 def _change_recorded(settings: Settings, command: str, subject: str, work: Work[Changed]) -> Changed:
+    """Change a key or a tenant in the database, and write the change to the audit log if that is on."""
+
     async def changing() -> Changed:
         async with _opened_database(settings) as database:
             changed = await work(Keys(KeyStore(database)))
@@ -243,11 +245,13 @@ def _scopes(text: str) -> tuple[Scope, ...]:
 
 
 def _limits(text: str) -> Limits:
+    """Parse limits such as ``requests_per_minute=60,concurrency=4``; raises ValidationError."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     return Limits.model_validate({name.strip(): _number(value.strip()) for name, _, value in pairs})
 
 
 def _number(text: str) -> float | str:
+    """Return a number; other text is returned as it is, for the validation to report."""
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:

@@ -82,20 +82,21 @@ def run(start: Start) -> None:
 
 
 def _serve_alone(start: Start, console: Console) -> None:
+    """Find the model while vLLM is imported, parse vLLM's options, and run one server."""
     model, options, settings, compiles = start.model, start.arguments, start.settings, start.options.compiles
     # The bundled model's checksums are verified during the import: hashing releases the GIL.
     bundled = settings.bundled_model_dir
-    with _progress_bar(console) as progress, ThreadPoolExecutor(1) as beside:
+    with _progress_bar(console) as progress, ThreadPoolExecutor(1) as executor:
         is_named = model is not None or CONFIG in options
-        bundled_check = None if is_named else beside.submit(intact_bundled_model, cache_dir=bundled)
+        bundled_check = None if is_named else executor.submit(intact_bundled_model, cache_dir=bundled)
         progress.add_task("Importing vLLM", total=None)
         # Importing vLLM takes seconds, so it starts only after the progress bar is visible.
         with uncollected():
             arguments_module = importlib.import_module("app.engine.vllm_arguments")
             client_module = importlib.import_module("app.engine.vllm_client")
         if CONFIG in options:
-            named = arguments_module.model_of_file(options[options.index(CONFIG) + 1])
-            model = model or named
+            model_in_file = arguments_module.model_of_file(options[options.index(CONFIG) + 1])
+            model = model or model_in_file
         if model is None:
             task = progress.add_task("Bundled model", total=None)
             reporter = _reporter(progress, task)
@@ -127,6 +128,7 @@ def _with_options_of_files(settings: Settings, args: argparse.Namespace) -> Sett
 
 
 def _serve_replicas(start: Start, console: Console) -> None:
+    """Run several servers by Ray Serve; needs the extra ``ray``."""
     model, options, settings = start.model, start.options, start.settings
     with_keys = check_callers(settings)
     try:
@@ -164,9 +166,13 @@ def _server_options(options: ServeOptions) -> list[str]:
 
 
 def _trace_options(options: list[str], settings: Settings) -> list[str]:
-    name, *_ = trace_options = engine_trace_options(settings) or [""]
-    is_given = any(option.partition("=")[0] == name for option in options)
-    return trace_options if name and not is_given else []
+    """Return vLLM's options to export spans where this server does, unless the operator gave their own."""
+    trace_options = engine_trace_options(settings)
+    if not trace_options:
+        return []
+    flag = trace_options[0]
+    is_given = any(option.partition("=")[0] == flag for option in options)
+    return [] if is_given else trace_options
 
 
 def _check_sandbox(settings: Settings) -> None:
@@ -182,6 +188,7 @@ def _check_sandbox(settings: Settings) -> None:
 
 
 def _run_server(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> None:
+    """Serve until a signal or the engine's failure, which raises CommandError; ``args`` are vLLM's."""
     _check_sandbox(settings)
     http, listening = HttpOptions.of(args), listening_options(args)
     limit_logs(**log_options(args))
@@ -223,13 +230,13 @@ def _run_server(args: argparse.Namespace, settings: Settings, client_module: Any
             if settings.log_format == "json"
             else _announce(engine, url, settings, console, with_keys=with_keys)
         )
-        beside = [announcing]
+        tasks = [announcing]
         if args.enable_ssl_refresh and config.is_ssl:
-            beside.append(asyncio.create_task(refresh_certificate(config), name="certificate"))
+            tasks.append(asyncio.create_task(refresh_certificate(config), name="certificate"))
         await server.serve(sockets=[sock])
-        for task in beside:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop's
         runner.run(serve())
@@ -238,6 +245,7 @@ def _run_server(args: argparse.Namespace, settings: Settings, client_module: Any
 
 
 def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEngine | None:
+    """Return the engine for traces of LanguageModel, not started; None unless ``local_engine`` is set."""
     if not settings.local_engine:
         return None
     options = ProcessOptions(
@@ -259,6 +267,7 @@ async def _log_ready(engine: Any, url: str) -> None:
 
 
 async def _announce(engine: Any, url: str, settings: Settings, console: Console, *, with_keys: bool) -> None:
+    """Print where the server is, and a command to try, once its engine has started."""
     with _progress_bar(console) as progress:
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
@@ -294,6 +303,8 @@ def _progress_bar(console: Console) -> Progress:
 
 
 def _reporter(progress: Progress, task: Any) -> Any:
+    """Return a function that shows the progress of making the bundled model, stage and fraction."""
+
     def report(stage: str, fraction: float) -> None:
         progress.update(task, description=f"Bundled model: {stage}", completed=fraction, total=1.0)
 

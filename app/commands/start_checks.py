@@ -64,6 +64,7 @@ def split_model(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _take_option(name: str, options: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the value of an option, None if it is absent, and the options without it."""
     for index, option in enumerate(options):
         if option.startswith(f"{name}="):
             return option.removeprefix(f"{name}="), [*options[:index], *options[index + 1 :]]
@@ -111,11 +112,12 @@ def _config_of_folder(folder: Path, args: argparse.Namespace) -> Mapping[str, An
 
 
 def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
+    """Return config.json from the Hub or its cache; empty if only vLLM can tell, CommandError if none."""
     cached = try_to_load_from_cache(name, _CONFIG_FILE, revision=args.revision)
     if isinstance(cached, str):
         return _parse_config(Path(cached))
-    at = f" at revision {args.revision}" if args.revision else ""
-    unknown = f"there is no folder {name}, and the Hugging Face Hub has no model {name}{at}"
+    at_revision = f" at revision {args.revision}" if args.revision else ""
+    unknown = f"there is no folder {name}, and the Hugging Face Hub has no model {name}{at_revision}"
     token = args.hf_token if isinstance(args.hf_token, str) else None
     try:
         # Unlike a download, this request is not repeated when the network is down.
@@ -135,8 +137,8 @@ def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
         return {}  # vLLM knows other layouts
     except OfflineModeIsEnabled as error:
         raise CommandError(
-            f"there is no folder {name}, and the cache of the Hugging Face Hub has no model {name}{at}: "
-            "check the name, or download it without HF_HUB_OFFLINE"
+            f"there is no folder {name}, and the cache of the Hugging Face Hub has no model "
+            f"{name}{at_revision}: check the name, or download it without HF_HUB_OFFLINE"
         ) from error
     except HfHubHTTPError:
         return {}  # the Hub has a problem of its own, and vLLM tries longer
@@ -148,6 +150,7 @@ def _config_of_hub(name: str, args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def _parse_config(file: Path) -> Mapping[str, Any]:
+    """Return the content of a config.json; fields of a nested language model take precedence."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -159,6 +162,7 @@ def _parse_config(file: Path) -> Mapping[str, Any]:
 
 
 def _check_fit(config: Mapping[str, Any], args: argparse.Namespace, taps: str) -> None:
+    """Raise an error for taps, a context length or a number of ranks that the model does not allow."""
     layers = next(
         (config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), None
     )
@@ -231,6 +235,7 @@ def check_arguments(model: str, arguments: Sequence[str], own_flags: Iterable[st
 
 
 def _check_before_start(start: Start, own_flags: Iterable[str]) -> None:
+    """Check what the arguments alone tell: names, address, keys, model; raises CommandError."""
     settings = start.settings
     args = parse_recorded(start.arguments, own_flags)
     if not all((name or "").strip() for name in args.served_model_name or ()):
@@ -248,6 +253,7 @@ def _check_before_start(start: Start, own_flags: Iterable[str]) -> None:
 
 
 def check_address(settings: Settings) -> None:
+    """Raise CommandError if the server could not listen on its address."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

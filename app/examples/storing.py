@@ -123,6 +123,7 @@ async def _store(stores: ExampleStores, files: ExampleFiles) -> None:
 
 
 async def _add_once(name: str, adding: Awaitable[object]) -> None:
+    """Await the storing of one example, unless its name was used before; refusals are logged."""
     try:
         await adding
     except NameUsedError:

@@ -63,6 +63,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _field_with_lone_surrogate(body: Any) -> str | None:
+    """Return the name of the first field that UTF-8 cannot encode, for the error."""
     for name, value in body.items() if isinstance(body, dict) else ():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
@@ -135,6 +136,7 @@ class FieldLimits(msgspec.Struct, frozen=True):
 
     @property
     def min_bytes(self) -> int:
+        """The size of a body below which no limit can be exceeded: an item has two characters at least."""
         return 2 * min(self.max_objects, self.max_values, self.max_prompt_ids)
 
 
@@ -150,6 +152,7 @@ def checked(body: dict[str, Any], limits: FieldLimits) -> dict[str, Any]:
 
 
 def _check_count(name: str, value: Any, max_objects: int, max_values: int) -> None:
+    """Raise ApiError if a field has too many objects and lists, or too many items in them."""
     pending, num_objects, num_values = [value], 0, 0
     while pending:
         part = pending.pop()
@@ -159,8 +162,8 @@ def _check_count(name: str, value: Any, max_objects: int, max_values: int) -> No
             raise _too_many(name, "objects and lists", max_objects)
         if num_values > max_values:
             raise _too_many(name, "values", max_values)
-        inner = part.values() if isinstance(part, dict) else part
-        pending += [item for item in inner if isinstance(item, dict | list)]
+        items = part.values() if isinstance(part, dict) else part
+        pending += [item for item in items if isinstance(item, dict | list)]
 
 
 def _too_many(name: str, unit: str, limit: int) -> ApiError:
@@ -169,13 +172,15 @@ def _too_many(name: str, unit: str, limit: int) -> ApiError:
 
 
 def _with_tensors(value: Any, path: str, *, is_tensor: bool) -> Any:
-    """Return a value of a body, checked for its depth, whose lists of numbers are tensor objects."""
+    """Return a value of a body, whose depth is checked, with tensor objects for its long lists of numbers.
+
+    ``path`` is for messages; ``is_tensor`` tells that a list at this place is one tensor.
+    """
     if isinstance(value, dict):
-        inner = value.items()
         are_named = is_tensor and path == "vectors"
         return {
             key: _with_tensors(item, f"{path}.{key}", is_tensor=are_named or key in _TENSOR_KEYS)
-            for key, item in inner
+            for key, item in value.items()
         }
     if not isinstance(value, list):
         return value
@@ -226,6 +231,7 @@ _SOURCES: Final = {
 
 
 def content_parts(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of every list ``content`` in a body, at any depth, as messages have them."""
     for name, value in fields.items():
         if name == _CONTENT and isinstance(value, list):
             yield from (part for part in value if isinstance(part, dict))
@@ -248,10 +254,12 @@ def num_media_characters(fields: Mapping[str, Any]) -> int:
 
 
 def _num_characters(part: Mapping[str, Any]) -> int:
+    """Return the length of a part's URL or data; 0 for a part that is no media."""
     kind = part.get("type")
     keys = _SOURCES.get(kind) if isinstance(kind, str) else None
     if keys is None:
         return 0
-    media, inner_key = part.get(keys[0]), keys[1]
+    key, inner_key = keys
+    media = part.get(key)
     source = media.get(inner_key) if isinstance(media, dict) else media
     return len(source) if isinstance(source, str) else 0

@@ -28,6 +28,7 @@ class Rows:
         self._make = make
 
     def pieces(self) -> Iterator[tuple[list[Any], int]]:
+        """Yield the list in pieces, each with the number of its numbers or objects."""
         step = max(1, _PIECE_ITEMS // self._row_size)
         for start in range(0, self._num_rows, step):
             rows = list(self._make(start, min(start + step, self._num_rows)))
@@ -60,6 +61,7 @@ async def encoded_json(value: Any) -> bytes:
 
 
 def _pieces(value: Any) -> Iterator[str]:
+    """Yield the JSON of a value in pieces that are encoded at once, long texts in several."""
     if isinstance(value, dict):
         for index, (key, item) in enumerate(value.items()):
             yield f"{', ' if index else '{'}{json.dumps(key)}: "
@@ -85,6 +87,7 @@ async def json_bytes(value: Any) -> bytes:
     rows_by_key: dict[str, Rows] = {}
 
     def hold(rows: Any) -> str:
+        """Have ``Rows`` serialized as a key, which is replaced by their pieces afterwards."""
         if not isinstance(rows, Rows):
             raise TypeError(f"{type(rows).__name__} cannot be serialized as JSON")
         key = f"{mark}-{id(rows)}"
@@ -94,20 +97,20 @@ async def json_bytes(value: Any) -> bytes:
     text = json_text(value, hold)
     if not rows_by_key:
         return text.encode()
-    parts, num_items = list[bytes](), 0
+    encoded, num_items = list[bytes](), 0
     for index, part in enumerate(re.split(f'"({mark}-[0-9]+)"', text)):
         if index % 2 == 0:
-            parts.append(part.encode())
+            encoded.append(part.encode())
             continue
-        parts.append(b"[")
-        for at, (rows, size) in enumerate(rows_by_key[part].pieces()):
-            parts += (b"," if at else b"", json_text(rows)[1:-1].encode())
+        encoded.append(b"[")
+        for piece_index, (rows, size) in enumerate(rows_by_key[part].pieces()):
+            encoded += (b"," if piece_index else b"", json_text(rows)[1:-1].encode())
             num_items += size
             if num_items >= _PIECE_ITEMS:
                 num_items = 0
                 await asyncio.sleep(0)
-        parts.append(b"]")
-    return b"".join(parts)
+        encoded.append(b"]")
+    return b"".join(encoded)
 
 
 def _dumped(value: Any, default: Callable[[Any], Any] | None) -> str:

@@ -95,12 +95,12 @@ def refuse_pickle(name: str, data: bytes, advice: str) -> None:
     ending = name.rpartition(".")[2].lower() if "." in name else ""
     # A safetensors file may begin with the same bytes: they are the length of its header.
     if ending in _PICKLED or (_PICKLE.match(data) and not is_safetensors(data)):
-        what = (
+        subject = (
             f"A .{ending} file is a pickle, or may be one" if ending in _PICKLED else "This file is a pickle"
         )
         raise ApiError(
             ErrorCode.UNSUPPORTED_FORMAT,
-            f"{what}, and reading a pickle runs its code: no server accepts one. {advice}",
+            f"{subject}, and reading a pickle runs its code: no server accepts one. {advice}",
             FILE,
         )
 
@@ -131,6 +131,7 @@ def read_safetensors(data: bytes, invalid: ErrorCode) -> TensorFile:
 
 
 def _tensor(name: str, entry: dict[str, Any]) -> npt.NDArray[Any]:
+    """Return the array of one entry of ``safetensors.deserialize``; bfloat16 becomes float32."""
     dtype, content = entry["dtype"], bytes(entry["data"])
     if dtype == "BF16":
         return floats_from_bytes("bfloat16", content).reshape(entry["shape"])

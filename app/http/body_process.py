@@ -30,6 +30,7 @@ _SPARE_BYTES: Final = 64 * 2**20
 
 
 def _parse(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
+    """Return whether the body is accepted, and its JSON, or the code, message and field of the error."""
     try:
         check_depth(body, limits.max_depth)
         value = checked(parse_object(body), limits)
@@ -47,6 +48,7 @@ def _parse(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
 
 
 def serve(requests: BinaryIO, responses: BinaryIO) -> None:
+    """Answer the server's requests until it closes the pipe; memory is limited anew for each body."""
     gc.disable()  # parsed JSON has no reference cycles, and collecting takes longer than parsing
     os.nice(_NICENESS)
     end_before_server()

@@ -99,7 +99,10 @@ async def start_while_connected(
     deadline: RequestDeadline | None = None,
     patience_s: float | None = None,
 ) -> asyncio.Task[T]:
-    """Do so until ``work`` is done or ``patience_s`` is over, and return its task; raises its error."""
+    """Run ``work`` as ``while_connected`` does, until it is done or ``patience_s`` is over; raises its error.
+
+    Return its task, which after ``patience_s`` still runs, and is then the caller's.
+    """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(disconnected(receive))
     waited_for: list[asyncio.Future[Any]] = [working, watching]
@@ -157,6 +160,7 @@ class RequestContext(WorkContext):
         self.record.identify(caller, connection)
 
     def note_presets(self, presets: Sequence[str]) -> None:
+        """Record the versions of presets that the request uses, in order, for the log and the engine."""
         self.presets = tuple(presets)
         self.record.details["presets"] = list(presets)
 
@@ -174,6 +178,7 @@ class RequestContext(WorkContext):
 
 
 def begin_context(scope: Scope) -> RequestContext:
+    """Make the context of a request, or of a WebSocket, and put it into the scope."""
     context = scope[KEY] = RequestContext(record=Record(str(scope.get("method", "WEBSOCKET"))))
     return context
 

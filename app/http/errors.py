@@ -60,9 +60,10 @@ def error_bytes(error: ApiError) -> bytes:
 
 
 def message_error_bytes(error: ApiError) -> bytes:
+    """Return the error object of Anthropic's API."""
     fields = error_fields(error)
-    named = {**fields, "type": _TYPES_OF_MESSAGES.get(fields["type"], fields["type"])}
-    return _compact_json({"type": "error", "error": named})
+    renamed = {**fields, "type": _TYPES_OF_MESSAGES.get(fields["type"], fields["type"])}
+    return _compact_json({"type": "error", "error": renamed})
 
 
 def _compact_json(body: dict[str, Any]) -> bytes:
@@ -70,18 +71,19 @@ def _compact_json(body: dict[str, Any]) -> bytes:
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    sent = dict(headers or {})
+    """Return an error as a response, with the headers that its code or status needs."""
+    fields = dict(headers or {})
     if error.code in _CHALLENGES:
-        sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
+        fields.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
     if error.code in _MID_BODY:
-        sent.setdefault("Connection", "close")  # the rest of the body would be parsed as the next request
+        fields.setdefault("Connection", "close")  # the rest of the body would be parsed as the next request
     if error.status in _WORTH_WAITING:
-        sent.setdefault("Retry-After", str(RETRY_AFTER_S))
-    return _ErrorResponse(error, sent)
+        fields.setdefault("Retry-After", str(RETRY_AFTER_S))
+    return _ErrorResponse(error, fields)
 
 
 class _ErrorResponse(Response):
-    """An error as a response; the request's record receives its code when it is sent."""
+    """An error as a response, in the form of its route's API; when sent, its code goes into the record."""
 
     def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
         super().__init__(error_bytes(error), error.status, headers, media_type="application/json")
@@ -136,6 +138,7 @@ def validated(model: type[T], value: object, limits: RequestLimits | None = None
 
 
 def _path_of(value: object, problem: Mapping[str, Any]) -> list[str]:
+    """Return where a problem is in the body that was sent; errors of ours may name a field within it."""
     field = problem.get("ctx", {}).get("field", "") if problem["type"] in _OUR_CODES else ""
     path = path_in(value, problem["loc"], keep_last=problem["type"] == "missing")
     return [*path, *field.split(".")] if field else path

@@ -86,6 +86,7 @@ class RequestMiddleware:
                 await self._admit(scope, context, _Exchange(context, receive, send, headers))
 
     async def _admit(self, scope: Scope, context: RequestContext, exchange: _Exchange) -> None:
+        """Pass a request on, or answer it with the reason why the server does not serve it now."""
         path, method = str(scope["path"]).removeprefix(scope.get("root_path", "")), scope.get("method", "GET")
         refusal = None if self.hosts is None else await self.hosts.refusal(HTTPConnection(scope))
         if refusal is not None:
@@ -105,6 +106,7 @@ class RequestMiddleware:
                 await self._answer(scope, context, exchange)
 
     def _refusal(self, path: str, method: str) -> ApiError | None:
+        """Return the error if the server's phase does not allow this request."""
         # Jobs outlive engines: job requests that start no work are served in every phase.
         if f"{path}/".startswith(f"{JOBS_PATH}/"):
             begins_work = method == "POST" and (path == JOBS_PATH or path.endswith(_RERUN))
@@ -115,6 +117,7 @@ class RequestMiddleware:
         return self.lifecycle.refusal()
 
     async def _answer(self, scope: Scope, context: RequestContext, exchange: _Exchange) -> None:
+        """Have the application answer; an unexpected error becomes a response while none has begun."""
         try:
             await self.app(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
@@ -151,6 +154,7 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
+        """Pass a message of the response on; its head gets the headers of the record and of the limits."""
         kind, context = message["type"], self.context
         if kind == "http.response.body":
             context.record.response_bytes += len(message.get("body", b""))
@@ -158,8 +162,8 @@ class _Exchange:
         elif kind in _STARTS:
             context.record.status = message["status"]
             limits = {} if context.admitted is None else context.admitted.headers
-            sent = [(name.encode(), value.encode()) for name, value in limits.items()]
-            message["headers"] = [*message.get("headers", ()), *self.headers, *sent]
+            limit_headers = [(name.encode(), value.encode()) for name, value in limits.items()]
+            message["headers"] = [*message.get("headers", ()), *self.headers, *limit_headers]
         elif kind in _SOCKET_ANSWERS:
             context.record.status = context.record.status or _SOCKET_ANSWERS[kind]
             context.is_answered = True
@@ -203,6 +207,7 @@ class HostRules:
         self._has_keys = False
 
     async def refusal(self, connection: HTTPConnection) -> ApiError | None:
+        """Return the error for a host or an origin that is not accepted; None also once there are keys."""
         refusal = self._refusal(connection)
         return None if refusal is None or await self._requires_keys() else refusal
 

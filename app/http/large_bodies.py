@@ -36,6 +36,8 @@ _MAX_REUSE_BYTES: Final = 16 * 2**20
 
 
 class LargeBodyReader:
+    """Reads bodies in processes, which run with ``environment``; ``processes`` limits how many at once."""
+
     def __init__(self, limits: FieldLimits, environment: Mapping[str, str], processes: Limit) -> None:
         self.limits = limits
         self._environment = environment
@@ -64,6 +66,7 @@ class LargeBodyReader:
             await _end_process(self._idle.pop())
 
     async def _parse_in_process(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+        """Return what ``_exchange`` does, from an idle process, or from a new one if that has ended."""
         if self._idle:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 return await self._parse_in(self._idle.pop(), body)
@@ -72,6 +75,7 @@ class LargeBodyReader:
     async def _parse_in(
         self, process: asyncio.subprocess.Process, body: bytes | bytearray
     ) -> tuple[bool, bytes]:
+        """Parse a body in a process, which is kept for others unless it failed or the body was very large."""
         is_done = False
         try:
             answer = await self._exchange(process, body)
@@ -93,6 +97,7 @@ class LargeBodyReader:
     async def _exchange(
         self, process: asyncio.subprocess.Process, body: bytes | bytearray
     ) -> tuple[bool, bytes]:
+        """Send a body; return whether it is accepted, and its JSON, or the error's as JSON."""
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the process was started without pipes")
         limits = msgspec.json.encode(self.limits)

@@ -143,6 +143,7 @@ class Lifecycle:
         self._is_draining = True
 
     def give_up(self) -> None:
+        """Reject new work, and wait for requests in flight no longer: at the second signal."""
         self._is_draining = True
         self._given_up.set()
 
@@ -177,16 +178,17 @@ class Lifecycle:
         await self._engine.close()
 
     async def _keep_engine(self, then: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        """Start the engine, and again after each death; ends when it does not start, or in a drain."""
         serves = await self._start_engine()
         while serves:
             self._has_started.set()
-            beside = None if then is None else asyncio.create_task(then(), name="engine-started")
+            after_start = None if then is None else asyncio.create_task(then(), name="engine-started")
             try:
                 await self._engine.died()
             finally:
-                if beside is not None:
-                    beside.cancel()
-                    await asyncio.gather(beside, return_exceptions=True)
+                if after_start is not None:
+                    after_start.cancel()
+                    await asyncio.gather(after_start, return_exceptions=True)
             serves = await self._restart()
         self._has_started.set()
         if not self._is_draining:
@@ -195,6 +197,7 @@ class Lifecycle:
                 self._on_engine_failure(self._failure)
 
     async def _restart(self) -> bool:
+        """Close and start the engine until it serves; False if no restart is left, or in a drain."""
         self._is_restarting = True
         while not self._is_draining:
             delay_s = self._delay_s()
@@ -229,6 +232,7 @@ class Lifecycle:
         return float(min(restarts.delay_s * 2 ** (len(self._deaths) - 1), _MAX_DELAY_S))
 
     async def _start_engine(self) -> bool:
+        """Return whether the engine has started; its error is logged, or kept as the failure."""
         try:
             await self._engine.start()
         except UnsupportedOptionError as error:

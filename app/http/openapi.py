@@ -82,6 +82,7 @@ LINKS: Final[Mapping[tuple[str, int], Links]] = {
 
 
 def add_links(paths: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Add ``LINKS`` to the paths of an OpenAPI document."""
     for (source, status), links in LINKS.items():
         responses = _operation(paths, source)["responses"]
         for target, parameters in links.items():
@@ -192,6 +193,7 @@ class DocumentedApp(FastAPI):
     """A FastAPI application whose schema includes the models that routes only refer to."""
 
     def openapi(self) -> dict[str, Any]:
+        """Return the document, which is made once: FastAPI's with our schemas, corrections and links."""
         if self.openapi_schema is None:
             schema = super().openapi()
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})

@@ -77,6 +77,7 @@ class Limit:
         self._used: collections.Counter[str] = collections.Counter()
 
     def most(self, name: str) -> int:
+        """Return the most units of a tenant, or of all for the empty name; keys have no limit here."""
         if name.startswith(_KEY):
             return UNBOUNDED
         return self.each if name else self.total
@@ -99,8 +100,9 @@ class Limit:
                 raise self.exceeded(name, self.most(name), used(name), amount)
 
     def exceeded(self, name: str, most: int, used: int, amount: int = 1) -> ApiError:
-        asked = "" if amount == 1 else f", and this asks for {amount} more"
-        message = f"{subject(name)} may have {most} {self.what} and has {used}{asked}; {self.then}."
+        """Return the error for ``amount`` units more than the ``used`` ones, if ``most`` are allowed."""
+        amount_text = "" if amount == 1 else f", and this asks for {amount} more"
+        message = f"{subject(name)} may have {most} {self.what} and has {used}{amount_text}; {self.then}."
         return ApiError(self.code, message)
 
     def spend(self, holder: str | Holder, amount: int = 0) -> Spending:

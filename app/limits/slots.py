@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
+    """A queue whose senders take turns: one item of each, in the order of their arrival."""
+
     def __init__(self) -> None:
         self._senders: OrderedDict[str, deque[T]] = OrderedDict()
         self._item_added = asyncio.Event()
@@ -105,14 +107,17 @@ class Slots:
             self._forget(slot)
 
     def _num_waiting_of(self, tenant: str) -> int:
+        """Return how many requests of a tenant, or of all for the empty name, wait: groups count once."""
         return len(self._groups.get(tenant, ())) if tenant else sum(map(len, self._groups.values()))
 
     def _grant(self) -> None:
+        """Give free slots to those who wait, in turn."""
         while (slot := self._queue.pop(self._limit.has_room)) is not None:
             self._forget(slot)
             slot.grant(self._limit.spend(slot.tenant, 1))
 
     def _forget(self, slot: Slot) -> None:
+        """Count a slot no longer as waiting: it is granted, or was given up."""
         groups = self._groups[slot.tenant]
         groups[slot.group] -= 1
         if not groups[slot.group]:

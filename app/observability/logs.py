@@ -75,6 +75,7 @@ def text_formatter() -> logging.Formatter:
 
 
 def _formatter(*last: Processor) -> logging.Formatter:
+    """Return a formatter of all log lines; the ``last`` processors make a line of its fields."""
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[
             structlog.stdlib.add_log_level,
@@ -88,6 +89,7 @@ def _formatter(*last: Processor) -> logging.Formatter:
 
 
 def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Add the ids of the current request or job to a log line; a processor of structlog."""
     work = current_work()
     if isinstance(work, RequestContext):
         for name in REQUEST_FIELDS:
@@ -98,6 +100,7 @@ def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> Event
 
 
 def limit_logs(*, uvicorn_level: str, logs_requests: bool, excluded: Collection[str]) -> None:
+    """Apply vLLM's options about logs; ``excluded`` are the routes whose requests are not logged."""
     uvicorns = logging.getLogger("uvicorn")
     uvicorns.setLevel(max(uvicorns.level, logging.getLevelNamesMapping()[uvicorn_level]))
     logging.getLogger(REQUEST_LOG).addFilter(

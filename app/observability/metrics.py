@@ -222,9 +222,13 @@ class Metrics:
     def _make_gauges(self, registry: CollectorRegistry) -> None:
         """Create the gauges; over several processes they are summed, or equal if shared."""
 
-        def gauge(name: str, about: str, labels: Iterable[str] = (), *, is_shared: bool = False) -> Gauge:
+        def gauge(
+            name: str, description: str, labels: Iterable[str] = (), *, is_shared: bool = False
+        ) -> Gauge:
             mode: Literal["livemax", "livesum"] = "livemax" if is_shared else "livesum"
-            return Gauge(f"nnsight_engine_{name}", about, labels, registry=registry, multiprocess_mode=mode)
+            return Gauge(
+                f"nnsight_engine_{name}", description, labels, registry=registry, multiprocess_mode=mode
+            )
 
         self._phase = gauge("phase", "Number of server processes in this phase.", ["phase"])
         self._in_flight = gauge("in_flight", "Requests being answered and jobs being run.")
@@ -242,6 +246,7 @@ class Metrics:
         return await asyncio.to_thread(self._exposition)
 
     def _exposition(self) -> bytes:
+        """Return the text for Prometheus; runs on a thread."""
         registry = CollectorRegistry()
         if self._folder is not None:
             multiprocess.MultiProcessCollector(registry, path=str(self._folder))  # type: ignore[no-untyped-call]
@@ -292,6 +297,7 @@ class Metrics:
             self._max_stored.labels(store).set(limit)
 
     def count_request(self, record: Record, models: Sequence[str]) -> None:
+        """Count an answered request; ``models`` are the names that may become labels."""
         model = record.model or (models[0] if record.operations or record.salt is not None else "")
         self._requests.labels(
             record.route or OTHER,
@@ -310,6 +316,7 @@ class Metrics:
         self._request_s.labels(record.route, kind_of(record.operations)).observe(duration_s)
 
     def count_use(self, record: Record, points: Collection[str], captured_bytes: int) -> None:
+        """Count the operations of a request or job; ``points`` are the model's, the possible labels."""
         self._captured.inc(captured_bytes)
         tier = record.step_tier if record.step_tier in _TIERS else "unknown"
         for op, point in record.uses:
@@ -339,10 +346,12 @@ class Metrics:
 
 
 def kind_of(operations: Collection[str]) -> str:
+    """Return the label of a request's kind: code, operations, or plain without interventions."""
     return _KINDS[not _CODE_OPS.isdisjoint(operations)] if operations else "plain"
 
 
 def outcome_of(record: Record) -> str:
+    """Return the label of a request's outcome: ok, refused, busy, failed or client_left."""
     if record.error == _CLIENT_LEFT:
         return _CLIENT_LEFT
     status = record.status or 0
@@ -357,6 +366,7 @@ def outcome_of(record: Record) -> str:
 
 
 def _increase(old_count: float, new_count: float) -> float:
+    """Return what was added since the last count; a smaller one has begun at zero again."""
     return new_count - old_count if new_count >= old_count else new_count
 
 
@@ -378,14 +388,18 @@ class TokenTimes:
         self._begun_s = record.begun_s
         self._first = metrics.first_token_s.labels(record.route, kind)
         between = metrics.between_tokens_s.labels(record.route, kind)
-        self._between = between.observe if num_choices == 1 else None
+        self._observe_gap = between.observe if num_choices == 1 else None
         self._last_s = 0.0
 
     def record_event(self, event: str) -> None:
+        """Observe the first token at the first event with text or an end.
+
+        After it every event with a token is observed, if the stream has one choice.
+        """
         if self._last_s:
-            if self._between is not None and _has_token(event):
+            if self._observe_gap is not None and _has_token(event):
                 now = time.perf_counter()
-                self._between(now - self._last_s)
+                self._observe_gap(now - self._last_s)
                 self._last_s = now
         elif _has_text(event):
             self._last_s = time.perf_counter()
@@ -393,12 +407,14 @@ class TokenTimes:
 
 
 def _has_token(event: str) -> bool:
+    """Return whether an event has choices: it is not an error, the usage or the end of the stream."""
     if event.startswith((_DONE, _ERROR)):
         return False
     return _USAGE.search(event, 0, _HEAD_LENGTH) is None
 
 
 def _has_text(event: str) -> bool:
+    """Return whether an event has text, a call of a tool, a choice's end, or results of interventions."""
     if not _has_token(event):
         return False
     if len(event) > _LARGE:

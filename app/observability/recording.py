@@ -98,6 +98,7 @@ class Recorder:
         return on_over
 
     async def _is_audited(self) -> bool:
+        """Return whether the audit log is on and the server has keys."""
         if not self.log.is_on:
             return False
         try:
@@ -106,6 +107,7 @@ class Recorder:
             return True
 
     def _publish(self, context: RequestContext, span: RequestSpan | None) -> None:
+        """Update metrics, log and span with a request that is over."""
         metrics, record = self.metrics, context.record
         served = self.engine.served()
         models = (*served.names, *served.adapters)
@@ -126,9 +128,10 @@ class Recorder:
 
 
 def _headers(scope: Mapping[str, Any], request_id: str, span: RequestSpan | None) -> Headers:
-    sent = dict(scope.get("headers", ())).get(_REQUEST_ID, request_id.encode())
-    traced = None if span is None else span.answer_header
-    return [(_REQUEST_ID, sent), *([] if traced is None else [traced])]
+    """Return headers for the response: the request's id (the client's own if ``scope`` has it), the trace."""
+    sent_id = dict(scope.get("headers", ())).get(_REQUEST_ID, request_id.encode())
+    trace_header = None if span is None else span.answer_header
+    return [(_REQUEST_ID, sent_id), *([] if trace_header is None else [trace_header])]
 
 
 def _log_request(record: Record) -> None:

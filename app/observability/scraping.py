@@ -39,6 +39,7 @@ class _Query:
         self._answered_at = float("-inf")
 
     async def answered(self) -> None:
+        """Wait two seconds at most for the query that runs, or for a new one if the last is a second old."""
         if self._task is None and time.monotonic() - self._answered_at >= _PAUSE_S:
             self._task = asyncio.create_task(self._run_query(), name="metrics")
         if self._task is not None:
@@ -57,6 +58,12 @@ class _Query:
 
 
 class Scrape:
+    """The answer of ``/metrics``.
+
+    ``waiting`` returns the waiting requests by queue, ``stored`` the used bytes and their limit by store,
+    ``restarts`` how often the engine was started again.
+    """
+
     def __init__(
         self,
         metrics: Metrics,
@@ -79,6 +86,7 @@ class Scrape:
         self._queries = (_Query(self._query_engine), _Query(self._query_jobs))
 
     async def exposition(self) -> bytes:
+        """Return the metrics as text, after an update of the engine's counts and of the gauges."""
         await asyncio.gather(*(query.answered() for query in self._queries))
         jobs, oldest_s = self._known_jobs
         levels = GaugeValues(
@@ -103,7 +111,7 @@ class Scrape:
             if self._engine.ready:
                 number = self._restarts()
                 counts = await self._engine.count_events()
-                if number == self._restarts():
+                if number == self._restarts():  # otherwise the counts may be of either engine
                     self._metrics.count_engine(counts, number)
         except Exception:
             logger.warning("reading the engine's counters failed", exc_info=True)

@@ -71,6 +71,7 @@ class RequestSpan:
         return None if traceparent is None else (_TRACEPARENT.encode(), traceparent.encode())
 
     def end(self, context: RequestContext, models: Sequence[str]) -> None:
+        """End the span with the attributes of a request that is over; ``models`` are the served names."""
         record = context.record
         route = record.route or "unknown"
         self._span.update_name(f"{record.method} {route}")
@@ -150,6 +151,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Scope, context: RequestContext) -> RequestSpan:
+        """Begin the span of a request, as a child of the client's if that sent a ``traceparent``."""
         parent = self._propagator.extract(Headers(scope=scope), context=Context())
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)
         return RequestSpan(span, self._propagate(span, context))
@@ -164,6 +166,7 @@ class Tracing:
         return JobSpan(span)
 
     def _propagate(self, span: Span, context: RequestContext) -> dict[str, str]:
+        """Put the span into the context, for the log and the engine; return its headers."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, set_span_in_context(span, Context()))
         context.record.trace_id = format_trace_id(span.get_span_context().trace_id)

@@ -80,6 +80,7 @@ def routes_of(kind: Kind[Any], about: str, content: tuple[str, str] | None = Non
     router, name, responses = list_of(kind), kind.name, error_responses(404, 503)
 
     def by_id(handler: HandlerT) -> HandlerT:
+        """Name a handler's ``id_`` in the path after the kind, ``vector_id``, by its annotation."""
         handler.__annotations__["id_"] = Annotated[str, Path(alias=f"{name}_id")]
         return handler
 

@@ -151,6 +151,7 @@ async def _generate(components: Components, request: Request, caller: Principal,
         return Response(content, media_type="application/json")
 
     def passed(event: str) -> str:
+        """Return an event as it is sent to the client; its token counts for the metrics."""
         if times is not None:
             times.record_event(event)
         return event if context.sent_model is None else event_with_model(event, context.sent_model)
@@ -159,6 +160,7 @@ async def _generate(components: Components, request: Request, caller: Principal,
 
 
 async def _started_answer(answer: Awaitable[EngineReply]) -> StartedAnswer:
+    """Return the engine's whole answer, or its stream with the first event read."""
     reply = await answer
     return StartedAnswer(body=reply.body) if reply.stream is None else await with_first_event(reply.stream)
 
@@ -169,14 +171,18 @@ def _check_prompts(body: JsonObject, max_model_len: int) -> None:
     if not isinstance(prompt, list) or not prompt:
         return
     kinds = set(map(type, prompt))
-    inner = set(map(type, chain.from_iterable(prompt))) if kinds == {list} else {int}
-    if kinds not in _FORMS or not inner <= {int}:
+    kinds_of_ids = set(map(type, chain.from_iterable(prompt))) if kinds == {list} else {int}
+    if kinds not in _FORMS or not kinds_of_ids <= {int}:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
             "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists.",
             _PROMPT,
         )
-    longest = len(prompt) if kinds == {int} else max(map(len, prompt)) if kinds == {list} else 0
+    longest = 0  # texts are checked by vLLM, which tokenizes them
+    if kinds == {int}:
+        longest = len(prompt)
+    elif kinds == {list}:
+        longest = max(map(len, prompt))
     if longest > max_model_len and body.get(_TRUNCATE) is None:
         raise ApiError(
             ErrorCode.INVALID_VALUE,

@@ -263,6 +263,7 @@ async def _follow_over_socket(
     *,
     local: bool,
 ) -> None:
+    """Send events, and with ``local`` calls, until the job, the client or the server ends; then close."""
     await websocket.accept()
     sending = asyncio.create_task(_send_events(websocket, events), name=f"job-events-{job_id}")
     calls = components.jobs.calls

@@ -62,6 +62,7 @@ class Asset:
 
 
 def asset(content: bytes, name: str) -> Asset:
+    """Return a file with its media type and tag, by the ending of its name."""
     kind = _TYPES[name.rpartition(".")[2]]
     return Asset(content, kind, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
@@ -175,6 +176,7 @@ async def get_documentation_asset(name: str, if_none_match: Annotated[str, Heade
 
 @functools.cache
 def _assets() -> dict[str, Asset]:
+    """Return the files of the documentation by name, without the logo on another host."""
     folder = importlib.resources.files(_PACKAGE) / "static"
     files = {name: asset((folder / name).read_bytes().replace(_LOGO, _BLANK), name) for name in _FILES}
     return {**files, _START: asset(_START_SCRIPT, _START)}

@@ -36,7 +36,10 @@ async def progress_events(
     work: Callable[[Callable[[ProgressT], None]], Coroutine[Any, Any, ResultT]],
     result_event: Callable[[ResultT], BaseModel],
 ) -> AsyncGenerator[str, None]:
-    """Yield progress, then the result, as server-sent events; closing early cancels the work."""
+    """Yield progress, then the result, as server-sent events; closing early cancels the work.
+
+    ``work`` gets the function that reports progress.
+    """
     events: asyncio.Queue[ProgressT | None] = asyncio.Queue()
     working = asyncio.create_task(work(events.put_nowait))
     working.add_done_callback(lambda _: events.put_nowait(None))
@@ -69,7 +72,10 @@ def add_training_route(
     summary: str,
     description: str,
 ) -> None:
-    """Add the route that trains one; ``event`` is that of its stream, with the result in the last."""
+    """Add the route that trains a thing of a kind.
+
+    ``event`` is the type of its stream's events, of which the last has the result.
+    """
 
     @router.post(
         "/train",

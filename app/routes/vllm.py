@@ -55,12 +55,14 @@ router = APIRouter(tags=["vllm"])
 _FALSE: Final = {"false", "0"}
 _SEQUENCE_NUMBER: Final = re.compile(rb'"sequence_number": ?(\d+)')
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"description": one["description"]}  # those of the handlers have vLLM's form
-    for status, one in error_responses(400, 401, 403, 404, 413, 422, 429, 503, 504).items()
+    status: {"description": response["description"]}  # those of the handlers have vLLM's form
+    for status, response in error_responses(400, 401, 403, 404, 413, 422, 429, 503, 504).items()
 }
 
 
 def _endpoint(route: VLLMRoute) -> Callable[..., Awaitable[Response]]:
+    """Return the handler of a route, which has vLLM's own handler answer the request."""
+
     async def passed_on(request: Request, components: ServerComponents) -> Response:
         body, streams, in_background = b"", False, False
         operations: tuple[Intervention, ...] = ()
@@ -98,6 +100,7 @@ def _check_whole(request: Request) -> None:
 
 
 async def _read_fields(route: VLLMRoute, request: Request, components: Components) -> JsonObject:
+    """Read and check a body; raises ApiError. ``MODEL:PRESET`` loses the preset where no model runs."""
     settings = components.settings
     limits = BodyLimits(settings.max_body_bytes, settings.upload_idle_timeout_s)
     fields = await read_object(request, limits)
@@ -153,6 +156,7 @@ def _message_error(error: ApiError, _last_sent: bytes) -> bytes:
 
 
 def _response_error(error: ApiError, last_sent: bytes) -> bytes:
+    """Return an error as the last event of a response, with the sequence number after the last one sent."""
     fields, numbers = error_fields(error), _SEQUENCE_NUMBER.findall(last_sent)
     body = {"type": "error", "sequence_number": int(numbers[-1]) + 1 if numbers else 0}
     body |= {name: fields[name] for name in ("code", "message", "param")}
@@ -176,6 +180,7 @@ _MODELS: Final[dict[str, tuple[type[BaseModel], type[BaseModel]]]] = {
 
 
 def _documentation(route: VLLMRoute) -> dict[str, Any] | None:
+    """Return what the OpenAPI document has of a route's body and answer; None for one without a body."""
     models = _MODELS.get(route.path)
     if models is None:
         return _BODY if route.has_body else None

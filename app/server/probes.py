@@ -50,7 +50,7 @@ class EventLoopWatchdog:
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self._beat_at = time.monotonic()
-        self._reported_s = 0.0
+        self._reported_s = 0.0  # how much of the current stall ``watch`` has counted
 
     @property
     def lag_s(self) -> float:
@@ -163,6 +163,7 @@ class ProbeServer:
         self._thread.start()
 
     def close(self) -> None:
+        """Close the port and the probes' connections; called in the main loop, which waits some seconds."""
         if self._thread.is_alive():
             stopping = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
             try:
@@ -190,6 +191,7 @@ class ProbeServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _stop(self) -> None:
+        """End the tasks and the connections of probes, then the loop; runs in it."""
         for task in [task for task in self._tasks if task is not asyncio.current_task()]:
             task.cancel()
         for connection in list(self._state.connections):
@@ -197,6 +199,7 @@ class ProbeServer:
         self._loop.call_later(2 * _POLL_S, self._loop.stop)
 
     async def _accept(self) -> None:
+        """Accept connections until cancelled; each is assigned once it has sent its first bytes."""
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(self._sock)
@@ -240,6 +243,7 @@ class ProbeServer:
         return _protocol(server.config, server.server_state, server.lifespan.state, self._main)
 
     def _hand_over(self, connection: socket.socket) -> None:
+        """Begin to serve a connection in the main loop, where this runs."""
         task = self._main.create_task(self._connect_in_main_loop(connection))
         self._handing.add(task)
         task.add_done_callback(self._handing.discard)
@@ -256,6 +260,7 @@ class ProbeServer:
 def _protocol(
     config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], loop: asyncio.AbstractEventLoop
 ) -> asyncio.Protocol:
+    """Return uvicorn's protocol for a new connection that is served in this loop."""
     protocol: asyncio.Protocol = config.http_protocol_class(
         config=config, server_state=state, app_state=app_state, _loop=loop  # type: ignore[call-arg]  # uvicorn's
     )  # fmt: skip
@@ -263,6 +268,7 @@ def _protocol(
 
 
 async def _wait_readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+    """Wait until a connection has bytes to read, without reading them."""
     readable = loop.create_future()
 
     def set_readable() -> None:
@@ -277,6 +283,8 @@ async def _wait_readable(loop: asyncio.AbstractEventLoop, connection: socket.soc
 
 
 class _ProbeApp:
+    """The application on the probes' thread: forwards to the main loop, answers itself if that is blocked."""
+
     def __init__(
         self,
         app: ASGIApp,
@@ -292,6 +300,7 @@ class _ProbeApp:
         self._admitted_at: dict[bytes, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request to the main loop; a probe is answered from here if that loop is blocked."""
         messages: list[Message] = []
         probe_loop = asyncio.get_running_loop()
         is_probe = scope["path"] in {LIVE, *READY, METRICS}
@@ -349,13 +358,16 @@ class _ProbeApp:
 
 
 def _caller_digest(scope: Scope) -> bytes:
-    named = sorted((name, value) for name, value in scope["headers"] if name in _CALLER)
-    return hashlib.sha256(repr(named).encode()).digest()
+    """Return a hash of the headers that decide whether a caller may see the metrics."""
+    identifying = sorted((name, value) for name, value in scope["headers"] if name in _CALLER)
+    return hashlib.sha256(repr(identifying).encode()).digest()
 
 
 def _in_loop(
     call: Callable[..., Awaitable[Any]], loop: asyncio.AbstractEventLoop
 ) -> Callable[..., Awaitable[Any]]:
+    """Return an ASGI callable that runs ``call`` in another thread's event loop."""
+
     async def crossing(*args: Any) -> Any:
         async def called() -> Any:
             return await call(*args)

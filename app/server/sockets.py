@@ -43,6 +43,7 @@ def as_x_forwarded(headers: Headers) -> Headers:
 
 
 def _hops(text: str) -> list[dict[str, str]]:
+    """Return the parameters of each proxy in a ``Forwarded`` header, client first; empty if malformed."""
     hops: list[dict[str, str]] = [{}]
     position = 0
     while position < len(text):
@@ -59,6 +60,7 @@ def _hops(text: str) -> list[dict[str, str]]:
 
 
 def _address(node: str) -> str:
+    """Return an address without its port, and an IPv6 one without brackets."""
     if node.startswith("["):
         return node[1:].partition("]")[0]
     return node.partition(":")[0] if node.count(":") == 1 else node
@@ -131,9 +133,11 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
     """Bytes received since the last complete head, piece of a body or message."""
     _is_in_head = True
     _made_progress = False
+    """Whether the data being parsed has completed one of these, so that they are counted anew."""
     _is_refused = False
 
     def data_received(self, data: bytes) -> None:
+        """Parse data in pieces within the limit, and refuse a head or a framing that exceeds it."""
         while data and not self._is_refused and not self.transport.is_closing():
             room = self.limits.max_bytes - self._num_bytes
             if room <= 0:
@@ -193,6 +197,7 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def on_headers_complete(self) -> None:
+        """Check the number of headers, and translate ``Forwarded``, before uvicorn handles the request."""
         if not self._is_refused and len(self.headers) > self.limits.max_headers:
             self._refuse(_TOO_MANY.format(self.limits.max_headers))
         if self._is_refused:
@@ -212,6 +217,7 @@ class _HeadLimitedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
 
     def _on_head_timeout(self) -> None:
+        """Close a connection whose head does not arrive; not while its previous response is sent."""
         transport: Any = self.transport
         cycle: Any = self.cycle  # None before the first request
         if cycle is not None and not cycle.response_complete:

@@ -78,6 +78,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _describe_wait(lifecycle: Lifecycle, limit_s: float) -> str:
+    """Return what a shutdown waits for, for the log."""
     number = lifecycle.num_in_flight
     if number:
         return f"waiting up to {limit_s:g} s for {number} request{'s' if number > 1 else ''}"
@@ -132,6 +133,7 @@ async def refresh_certificate(config: uvicorn.Config, poll_s: float = POLL_S) ->
 
 
 def _file_stamps(config: uvicorn.Config) -> list[tuple[int, int]]:
+    """Return the time of change and the inode of each file of the certificate."""
     files = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
     stats = [os.stat(file) for file in files if file]
     return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]

@@ -91,7 +91,7 @@ def isolate(
 
 
 def _check_scopes(operations: tuple[Intervention, ...], body: JsonObject) -> None:
-    """Raise ApiError if parts of an answer are named that is forced to be a call, written without markers."""
+    """Refuse ``where.scope`` if ``tool_choice`` forces a call: such an answer has no parts to tell apart."""
     choice = body.get("tool_choice")
     if (choice.get("type") if isinstance(choice, dict) else choice) in _LEAVES_CHOICE:
         return
@@ -111,6 +111,7 @@ def _check_scopes(operations: tuple[Intervention, ...], body: JsonObject) -> Non
 async def _parse_operations(
     raw: object, count: int, request: Request, limits: RequestLimits
 ) -> tuple[Intervention, ...]:
+    """Parse and check operations, those of large bodies and of presets on a thread."""
     declared = request.headers.get("content-length", "")
     is_small = declared.isdecimal() and int(declared[:20]) < THREAD_BYTES
     if is_small and not context_of(request.scope).presets:
@@ -131,6 +132,7 @@ def check_spelling(body: Mapping[str, Any]) -> None:
 
 
 def _check_spelling_of(body: Mapping[str, Any], field: str) -> None:
+    """Raise ApiError for a similar name of a field, or for the field within ``extra_body``."""
     short = [
         name
         for name in islice(body, _MAX_NAMES)
@@ -160,6 +162,8 @@ _MODEL = "model"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedPreset:
+    """A preset as a request names it: by ``param``, in ``MODEL:PRESET`` behind the name ``model``."""
+
     text: str
     param: str
     model: str = ""
@@ -170,6 +174,7 @@ class NamedPreset:
         return Reference.parse(self.text)
 
     def not_found(self, why: str) -> ApiError:
+        """Return the error for a name without a preset, or of a model that is then unknown."""
         code = ErrorCode.MODEL_NOT_FOUND if self.model else ErrorCode.PRESET_NOT_FOUND
         of_model = (
             f", so the model {clip(f'{self.model}:{self.text}')!r} does not exist" if self.model else ""
@@ -182,19 +187,19 @@ def named_presets(body: dict[str, Any], headers: Sequence[str], served: Collecti
 
     ``preset`` is removed from the body, and ``model`` becomes a name of the model alone.
     """
-    named: list[NamedPreset] = []
+    presets: list[NamedPreset] = []
     model = body.get(_MODEL)
     if isinstance(model, str):
         body[_MODEL], preset = split_model(model, served)
         if preset is not None:
-            named.append(NamedPreset(preset, _MODEL, body[_MODEL]))
+            presets.append(NamedPreset(preset, _MODEL, body[_MODEL]))
     texts = [text.strip() for header in headers for text in header.split(",")]
-    named += [NamedPreset(text, HEADER) for text in texts if text]
+    presets += [NamedPreset(text, HEADER) for text in texts if text]
     value = body.pop(PRESET, None)
     if isinstance(value, str):
-        named.append(NamedPreset(value, PRESET))
+        presets.append(NamedPreset(value, PRESET))
     elif isinstance(value, list) and all(isinstance(item, str) for item in value):
-        named += [NamedPreset(text, f"{PRESET}.{index}") for index, text in enumerate(value)]
+        presets += [NamedPreset(text, f"{PRESET}.{index}") for index, text in enumerate(value)]
     elif value is not None:
         raise ApiError(
             ErrorCode.INVALID_SHAPE,
@@ -202,13 +207,13 @@ def named_presets(body: dict[str, Any], headers: Sequence[str], served: Collecti
             f"{excerpt(value)}.",
             PRESET,
         )
-    if len(named) > MAX_PRESETS:
+    if len(presets) > MAX_PRESETS:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            f"A request may name {MAX_PRESETS} presets, got {len(named)}; make one preset of several.",
+            f"A request may name {MAX_PRESETS} presets, got {len(presets)}; make one preset of several.",
             PRESET,
         )
-    return named
+    return presets
 
 
 def check_names(presets: Sequence[PresetContent], own_operations: Sequence[object]) -> None:
@@ -241,13 +246,13 @@ async def expand_presets(body: JsonObject, request: Request, components: Compone
     caller, own_operations = context.caller, body.get(INTERVENTIONS)
     model = components.engine.served()
     sent_model = body.get("model")
-    named = named_presets(body, request.headers.getlist(HEADER), (*model.names, *model.adapters))
+    requested = named_presets(body, request.headers.getlist(HEADER), (*model.names, *model.adapters))
     if own_operations:
         caller.check_free(f"`{INTERVENTIONS}` of its own", INTERVENTIONS)
-    if not named:
+    if not requested:
         return
     caller.check(Scope.INTERVENTIONS)
-    presets = await _find_presets(named, caller, components)
+    presets = await _find_presets(requested, caller, components)
     if own_operations is None or isinstance(own_operations, list):  # anything else is refused by the parser
         check_names(presets, own_operations or [])
         body[INTERVENTIONS] = [op for preset in presets for op in preset.interventions] + (
@@ -268,12 +273,13 @@ def drop_presets(body: JsonObject, served: ServedModel) -> None:
 
 
 async def _find_presets(
-    named: Sequence[NamedPreset], caller: Principal, components: Components
+    requested: Sequence[NamedPreset], caller: Principal, components: Components
 ) -> list[PresetContent]:
-    references = {name.reference for name in named if name.reference is not None}
+    """Return the presets, each once, in order; raises ApiError for one that the caller may not use."""
+    references = {name.reference for name in requested if name.reference is not None}
     preset_by_reference = await components.presets.find(references, caller.tenant)
     presets: dict[str, PresetContent] = {}
-    for name in named:
+    for name in requested:
         preset = None if name.reference is None else preset_by_reference.get(name.reference)
         if preset is None:
             raise name.not_found("GET /v1/presets lists those that there are")

@@ -37,7 +37,10 @@ _KEPT: Final = (
 
 
 class PassedOn(Response):
-    """``final_event`` returns the last bytes of an answer that an error ends, given the last ones sent."""
+    """A response by another application, which gets the request with this body.
+
+    ``final_event`` returns the last bytes of an answer that an error ends, given the last ones sent.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class PassedOn(Response):
         self._last_sent = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the application's answer; an error before it is raised, a later one becomes its end."""
         deadline = context_of(scope).deadline
         sending = Sending(send, deadline, self._stall_s, self._keep_alive_s)
         gone = asyncio.ensure_future(disconnected(receive))
@@ -82,9 +86,11 @@ class PassedOn(Response):
     async def _run_app(
         self, scope: Scope, sending: Sending, gone: asyncio.Future[Any], reached: asyncio.Future[Any]
     ) -> ApiError | None:
+        """Run the application, and send its answer; return the error that it has failed with."""
         unread = [{"type": "http.request", "body": self._content, "more_body": False}]
 
         async def received() -> Message:
+            """Return the body, and then wait until the application is to be told that the client has left."""
             if unread:
                 return unread.pop()
             await asyncio.wait({gone, reached}, return_when=asyncio.FIRST_COMPLETED)
@@ -109,6 +115,7 @@ class PassedOn(Response):
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that have caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -206,22 +213,28 @@ def _kind_of(texts: Any) -> type | None:
 
 
 def _check_texts(fields: Mapping[str, Any], max_model_len: int, max_texts: int) -> None:
+    """Raise ApiError for texts of a wrong form, too many of them, or too many ids."""
     for name in _LISTS:
         texts = fields.get(name)
         if not isinstance(texts, list) or not texts:
             continue
         kind = _kind_of(texts)
-        inner = set(map(type, chain.from_iterable(texts))) if kind is list else set()
-        if kind not in {str, int, dict, list} or not (inner <= {int} or inner == {dict}):
+        item_kinds = set(map(type, chain.from_iterable(texts))) if kind is list else set()
+        if kind not in {str, int, dict, list} or not (item_kinds <= {int} or item_kinds == {dict}):
             raise _invalid(name, "must be a text, texts, ids, lists of ids, or messages")
         if kind is not int and len(texts) > max_texts:
             raise _invalid(name, f"may have {max_texts} items, got {len(texts)}; send several requests")
-        longest = len(texts) if kind is int else max(map(len, texts)) if inner == {int} else 0
+        longest = 0  # of ids; the characters of texts are counted together
+        if kind is int:
+            longest = len(texts)
+        elif item_kinds == {int}:
+            longest = max(map(len, texts))
         if longest > max_model_len and fields.get("truncate_prompt_tokens") is None:
             raise _invalid(name, f"may have {max_model_len} ids for each text, got {longest}")
 
 
 def _check_response(fields: Mapping[str, Any]) -> None:
+    """Raise ApiError for a body of ``/v1/responses`` whose validation by vLLM would cost too much."""
     if not isinstance(fields.get("background", False), bool | None):
         raise _invalid("background", "must be true or false")
     for name in ("user", "request_id", "prompt_cache_key", "previous_response_id"):
@@ -241,6 +254,7 @@ def _check_response(fields: Mapping[str, Any]) -> None:
 
 
 def _objects(value: Any) -> Iterator[Any]:
+    """Yield the objects in a value at any depth, and the items of lists."""
     if isinstance(value, dict):
         yield value
         for item in value.values():
@@ -253,6 +267,7 @@ def _objects(value: Any) -> Iterator[Any]:
 
 
 def _texts(value: Any, *, with_names: bool = False) -> Iterator[str]:
+    """Yield the texts in a value at any depth, and with ``with_names`` the names of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -74,6 +74,7 @@ class ClosingStream(StreamingResponse):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; of errors only the deadline's is handled here, the source handles its own."""
         deadline = context_of(scope).deadline
         sending = Sending(send, deadline, self._stall_s, self._keep_alive_s)
         try:
@@ -140,6 +141,7 @@ class Sending:
             self._comment.cancel()
 
     def _note_progress(self, message: Message) -> None:
+        """Note for comments whether the message ends an event, or the stream; the head starts them."""
         if message["type"] == "http.response.start":
             if dict(message.get("headers", ())).get(b"content-type", b"").startswith(_EVENTS):
                 self._schedule_comment()
@@ -153,6 +155,7 @@ class Sending:
         self._timers["comment"] = loop.call_later(self._keep_alive_s, self._keep_alive, self._num_sent)
 
     def _keep_alive(self, num_seen: int) -> None:
+        """Send a comment if nothing was sent since ``num_seen`` messages, and no event is cut by it."""
         if not self._keep_alive_s:
             return
         if num_seen == self._num_sent and self._is_between_events and not self._is_sending:
@@ -174,6 +177,7 @@ class Sending:
         self._timers["stall"] = loop.call_later(self._pause_s, self._check_progress)
 
     def _check_progress(self) -> None:
+        """End the request if a message has been waiting for the client in all the intervals."""
         moves = not self._is_sending or self._num_sent != self._num_sent_before
         self._num_idle_checks = 0 if moves else self._num_idle_checks + 1
         self._num_sent_before = self._num_sent
@@ -224,6 +228,7 @@ def event_stream(
     """
 
     async def close() -> None:
+        """Cancel the beginning, and close the stream if it has begun."""
         beginning.cancel()
         (started,) = await asyncio.gather(beginning, return_exceptions=True)
         if isinstance(started, StartedAnswer) and started.later_events is not None:
@@ -245,6 +250,7 @@ async def _events(
     passed: Callable[[str], str],
     close: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[str, None]:
+    """Yield the events as they are sent, and an error as the last ones; ``close`` is awaited at the end."""
     try:
         if not beginning.done():
             yield COMMENT
@@ -312,7 +318,7 @@ def _requested_range(request: Request, size: int, tag: str) -> tuple[int, int] |
     match = _RANGE.fullmatch(request.headers.get("range", "").strip())
     if match is None or request.headers.get("if-range", tag) != tag:
         return None
-    first, last = match.groups()
+    first, last = match.groups()  # positions; without the first the number of last bytes
     if first:
         stop = min(size, int(last) + 1) if last else size
         return None if last and int(last) < int(first) else (int(first), stop)

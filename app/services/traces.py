@@ -87,11 +87,11 @@ class TraceService:
         return list(self._engines)
 
     def engine_for(self, head: TraceHead) -> TraceEngine:
-        """Raise ApiError if the server has no engine for the trace."""
-        able = _ENGINE_OF[head.dialect]
-        name = able if head.engine == "auto" else head.engine
-        if name != able or name not in self._engines:
-            raise _no_engine(name, able)
+        """Return the engine that runs the trace; raises ApiError if this server has none for it."""
+        able_name = _ENGINE_OF[head.dialect]
+        name = able_name if head.engine == "auto" else head.engine
+        if name != able_name or name not in self._engines:
+            raise _no_engine(name, able_name)
         return self._engines[name]
 
     async def run(self, request: TraceRequest, job_id: str, meter: UsageMeter) -> AsyncGenerator[Frame, None]:
@@ -122,12 +122,13 @@ async def model_outline(engine: EngineClient, engines: Sequence[str]) -> TraceOu
     )
 
 
-def _no_engine(name: str, able: str) -> ApiError:
-    if name != able:
-        model_class = "LanguageModel" if able == "local" else "VLLM"
+def _no_engine(name: str, able_name: str) -> ApiError:
+    """Return the error for a requested engine; ``able_name`` is the one that could run the blocks."""
+    if name != able_name:
+        model_class = "LanguageModel" if able_name == "local" else "VLLM"
         message = (
-            f"The blocks name modules of {model_class}, which {able!r} runs, and ask for {name!r}: leave "
-            "`engine` out, or write them against the other class."
+            f"The blocks name modules of {model_class}, which {able_name!r} runs, and ask for {name!r}: "
+            "leave `engine` out, or write them against the other class."
         )
     elif name == "local":
         message = (

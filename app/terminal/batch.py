@@ -60,6 +60,8 @@ def read_batch(path: Path) -> Iterator[BatchRequest]:
 
 
 class Batch:
+    """One run of a batch; ValueError for a line that is no request, or a target that cannot be written."""
+
     def __init__(self, source: Path, target: Path, concurrency: int = CONCURRENCY) -> None:
         self._source = source
         self._target = target.resolve()
@@ -91,6 +93,7 @@ class Batch:
             raise ValueError(f"the answers cannot be written to {self._part_file}: {error}") from error
 
     async def _write_all(self, server: Server, console: Console) -> None:
+        """Send requests, some at a time, and write the answers in the order of the requests."""
         pending: deque[asyncio.Task[JsonObject]] = deque()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with (
@@ -121,6 +124,7 @@ class Batch:
 
 
 async def _answer(server: Server, request: BatchRequest) -> JsonObject:
+    """Return the line of a request's answer; what fails without an answer counts as a status of 502."""
     error: JsonObject | None = None
     try:
         response = await server.response(request.url, request.body)

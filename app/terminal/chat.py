@@ -47,6 +47,7 @@ class Chat:
         self._notes = Console(stderr=True, highlight=False)
 
     def run(self) -> None:
+        """Read lines and answer them until the end of the input."""
         if sys.stdin.isatty():
             self._notes.print("/help lists the commands; Ctrl-D ends the conversation.", style="dim")
             with contextlib.suppress(ImportError):  # enables line editing and history
@@ -73,6 +74,7 @@ class Chat:
             self._notes.print(f"nnsight-engine: {plain(str(error))}", markup=False, soft_wrap=True)
 
     def _command(self, command: str, arguments: list[str]) -> str:
+        """Do what a command says, and return what is printed; raises RemoteError, ValueError."""
         match command, arguments:
             case "/help", []:
                 return HELP
@@ -113,6 +115,7 @@ class Chat:
             self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
     async def _stream(self, request: SteeringRequest, pieces: list[str]) -> None:
+        """Print an answer as it arrives, and add its texts to ``pieces``, which remain if it is cancelled."""
         if self._compares and request.steering:
             async with self._connect() as server:
                 pieces.append(await steer(server, request, str(self._steering), self._console))

@@ -78,6 +78,7 @@ def _reporting_errors() -> Iterator[None]:
 
 
 def _error_message(error: Exception) -> str:
+    """Return the message for the terminal, with where to set a key if the server asks for one."""
     message = plain(str(error))
     if isinstance(error, RemoteError) and error.code in _NO_KEY:
         message += " Set the key as NNSIGHT_ENGINE_KEY, or as CONFIG.API.KEY."
@@ -85,6 +86,7 @@ def _error_message(error: Exception) -> str:
 
 
 def _server_at(url: str | None) -> Server:
+    """Return the server at an address, or at the one of the settings, with the key of the settings."""
     try:
         settings = ClientSettings()
     except ValidationError as error:
@@ -97,6 +99,7 @@ def _server_at(url: str | None) -> Server:
 async def _steering(
     server: Server, vector: str, layers: list[str] | None, scale: float, mode: Mode
 ) -> Steering:
+    """Return the steering by a vector, at its best layer unless ``layers`` names others."""
     return Steering(vector, layers or [await best_layer(server, vector)], scale, mode.value)
 
 
@@ -105,6 +108,8 @@ def given_options(**options: Any) -> dict[str, Any]:
 
 
 def _run_with_server(server: Server, work: Coroutine[Any, Any, T]) -> T:
+    """Await work on a server, and close the connection; raises CommandError for its errors."""
+
     async def working() -> T:
         async with server:
             return await work

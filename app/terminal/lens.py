@@ -35,6 +35,7 @@ _DIM_TEXT: Final = Color.from_rgb(170, 175, 185)
 
 
 async def lens(server: Server, prompt: str, layers: str, console: Console, *, show_all: bool) -> None:
+    """Print the logit lens of a prompt; ``layers`` is a number, a range or ``all``; raises RemoteError."""
     # On standard error, so that redirected output contains only the table.
     with Console(stderr=True).status("Reading the lens"):
         try:
@@ -71,6 +72,7 @@ async def _request_lens(server: Server, prompt: str, layers: str) -> LogitLensRe
 
 
 def print_lens(result: LogitLensResult, tokens: list[str], console: Console, *, show_all: bool) -> None:
+    """Print the last tokens that fit the terminal, or all of them in several tables."""
     columns = [_Column(result, tokens, index) for index in range(len(result.positions))]
     room = console.width - _LABEL
     # Without colours the numbers have to stay.
@@ -87,6 +89,8 @@ def print_lens(result: LogitLensResult, tokens: list[str], console: Console, *, 
 
 
 class _Column:
+    """The column of one token: its text, the most likely token of each layer, and its width."""
+
     def __init__(self, result: LogitLensResult, tokens: list[str], index: int) -> None:
         position = result.positions[index]
         self.title = visible(tokens[position] if position < len(tokens) else str(position))
@@ -96,6 +100,7 @@ class _Column:
 
 
 def _groups(columns: list[_Column], room: int, extra: int) -> list[list[_Column]]:
+    """Split the columns into tables that fit ``room``, the last one full; ``extra`` widens each column."""
     groups: list[list[_Column]] = [[]]
     room_left = room
     for column in reversed(columns):
@@ -123,6 +128,7 @@ def _table(result: LogitLensResult, columns: list[_Column], *, has_numbers: bool
 
 
 def _cell(token: LensToken, width: int, *, has_numbers: bool) -> Text:
+    """Return a token cut to ``width``, coloured by its probability, which follows if ``has_numbers``."""
     if token.logprob is None:
         return Text(f"{visible(token.token)} ?", "dim")
     probability = math.exp(min(token.logprob, 0.0))
@@ -135,6 +141,7 @@ def _cell(token: LensToken, width: int, *, has_numbers: bool) -> Text:
 
 
 def heat(probability: float) -> Style:
+    """Return the colours of a probability; the square root tells small ones apart."""
     ground = [round(cold + (hot - cold) * probability**0.5) for cold, hot in zip(_COLD, _HOT, strict=True)]
     return Style(
         color=_LIGHT_TEXT if probability >= 0.1 else _DIM_TEXT,

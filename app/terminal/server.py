@@ -63,6 +63,8 @@ class Server:
         return await self.send("GET", path, params=query)
 
     async def send(self, method: str, path: str, **content: Any) -> JsonObject:
+        """Send a request, again while the server starts, and return the JSON object of its answer."""
+
         async def send() -> httpx.Response:
             response = await self._client.request(method, path, **content)
             if response.status_code >= httpx.codes.BAD_REQUEST:
@@ -72,6 +74,7 @@ class Server:
         return self._parse_object((await self._with_retries(send)).text)
 
     async def download(self, path: str, file: BinaryIO) -> None:
+        """Write the content of an answer to a file as it arrives."""
         async with contextlib.aclosing(await self._stream("GET", path)) as response:
             try:
                 async for piece in response.aiter_bytes():
@@ -91,6 +94,7 @@ class Server:
         return await self._with_retries(send)
 
     async def texts(self, path: str, body: JsonObject) -> AsyncGenerator[str, None]:
+        """Yield the texts of a streamed completion or chat, without empty ones."""
         async with contextlib.aclosing(self.events(path, body)) as events:
             async for event in events:
                 if text := _event_text(event):
@@ -115,6 +119,8 @@ class Server:
         )
 
     async def _stream(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """Return an answer whose body is not read yet; the caller closes it."""
+
         async def send() -> httpx.Response:
             request = self._client.build_request(method, path, **content)
             response = await self._client.send(request, stream=True)
@@ -127,6 +133,7 @@ class Server:
         return await self._with_retries(send)
 
     async def _with_retries(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Await ``send``, again while the server starts or is busy; raises RemoteError."""
         retry = Retry(self.url, is_repeatable=False)
         while True:
             try:
@@ -135,6 +142,7 @@ class Server:
                 await asyncio.sleep(self._pause_s(retry, error))
 
     def _pause_s(self, retry: Retry, error: httpx.TransportError | RemoteError) -> float:
+        """Return the seconds before the next try, or raise the error for the user if there is none."""
         try:
             return retry.pause_s(error)
         except RemoteConnectionError as ended:
@@ -148,6 +156,7 @@ class Server:
             raise
 
     def _parse_object(self, text: str) -> JsonObject:
+        """Return the JSON object of an answer; RemoteError for other text, or the error that it contains."""
         try:
             value = json.loads(text)
         except ValueError:
@@ -169,6 +178,7 @@ def _interruption(error: httpx.TransportError) -> str:
 
 
 def _event_text(event: JsonObject) -> str:
+    """Return the text of a chunk of a completion or of a chat; empty if it has none."""
     choices = event.get("choices") or [{}]
     choice = choices[0]
     return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
@@ -199,6 +209,7 @@ async def own_server(arguments: Sequence[str]) -> AsyncIterator[Server]:
 
 
 async def _wait_ready(process: asyncio.subprocess.Process, uds: str) -> None:
+    """Wait until the server is ready; raises CommandError if its process ends before."""
     transport = httpx.AsyncHTTPTransport(uds=uds)
     async with httpx.AsyncClient(transport=transport, base_url=_URL) as client:
         while process.returncode is None:
@@ -214,6 +225,7 @@ async def _wait_ready(process: asyncio.subprocess.Process, uds: str) -> None:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Let the server end by itself, and kill it if it takes too long."""
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
         try:

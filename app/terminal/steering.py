@@ -33,6 +33,7 @@ class Steering:
 
     @property
     def fields(self) -> JsonObject:
+        """The fields of a request that steer it, empty if nothing does."""
         fields: JsonObject = {}
         if self.vector:
             fields["interventions"] = [
@@ -49,6 +50,8 @@ class Steering:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SteeringRequest:
+    """``history`` has a conversation's earlier messages; None for a text that the model continues."""
+
     prompt: str
     options: JsonObject
     steering: JsonObject
@@ -93,6 +96,7 @@ class Comparison:
         return "They differ only in whitespace or control characters, which are not marked."
 
     def _with_differences(self) -> tuple[Text, Text]:
+        """Return both texts with their differences marked, compared only when they have changed."""
         baseline, steered = self.texts
         state = baseline, steered, all(self.done)
         if state not in self._marked:
@@ -100,8 +104,8 @@ class Comparison:
         return self._marked[state]
 
     def _panel(self, number: int, text: Text) -> Panel:
-        shown = Text(self._prefix, style="dim") + text
-        parts: list[RenderableType] = [shown]
+        content = Text(self._prefix, style="dim") + text
+        parts: list[RenderableType] = [content]
         if not self.done[number]:
             parts.append(Spinner("dots"))
         return Panel(Group(*parts), title=Text(self._titles[number]), title_align="left")
@@ -112,16 +116,16 @@ async def steer(server: Server, request: SteeringRequest, title: str, console: C
 
     One after the other: in one batch, rounding can change a greedy text.
     """
-    shown = Comparison(request, title)
+    comparison = Comparison(request, title)
 
     async def follow(number: int, body: JsonObject) -> None:
         async for text in server.texts(request.path, body):
-            shown.texts[number] += text
-        shown.done[number] = True
+            comparison.texts[number] += text
+        comparison.done[number] = True
 
-    with Live(get_renderable=lambda: shown.draw(console.width), console=console, transient=True):
+    with Live(get_renderable=lambda: comparison.draw(console.width), console=console, transient=True):
         for number, is_steered in enumerate((False, True)):
             await follow(number, request.body(steered=is_steered))
-    console.print(shown.draw(console.width))
-    console.print(shown.summary())
-    return shown.texts[1]
+    console.print(comparison.draw(console.width))
+    console.print(comparison.summary())
+    return comparison.texts[1]

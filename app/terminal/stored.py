@@ -58,9 +58,9 @@ VECTORS: Final = Kind(
     "vec_",
     ".safetensors",
     {
-        "at": lambda one: one["at"].replace("*", _layers_text(one["layers"])),
-        "best layer": lambda one: (one["training"] or {}).get("best_layer", ""),
-        "from": lambda one: (one["training"] or {}).get("method", one["format"]),
+        "at": lambda thing: thing["at"].replace("*", _layers_text(thing["layers"])),
+        "best layer": lambda thing: (thing["training"] or {}).get("best_layer", ""),
+        "from": lambda thing: (thing["training"] or {}).get("method", thing["format"]),
     },
     trains=True,
 )
@@ -69,9 +69,9 @@ DETECTORS: Final = Kind(
     "det_",
     ".safetensors",
     {
-        "at": lambda one: ", ".join(part["at"] for part in one["parts"]),
-        "threshold": lambda one: "" if one["threshold"] is None else f"{one['threshold']:.3g}",
-        "AUROC": lambda one: "" if one["training"] is None else f"{one['training']['auroc']:.2f}",
+        "at": lambda thing: ", ".join(part["at"] for part in thing["parts"]),
+        "threshold": lambda thing: "" if thing["threshold"] is None else f"{thing['threshold']:.3g}",
+        "AUROC": lambda thing: "" if thing["training"] is None else f"{thing['training']['auroc']:.2f}",
     },
     trains=True,
 )
@@ -80,10 +80,10 @@ DICTIONARIES: Final = Kind(
     "dict_",
     "",
     {
-        "at": lambda one: one["at"],
-        "architecture": lambda one: one["architecture"],
-        "features": lambda one: one["num_features"],
-        "labels": lambda one: one["num_labels"],
+        "at": lambda thing: thing["at"],
+        "architecture": lambda thing: thing["architecture"],
+        "features": lambda thing: thing["num_features"],
+        "labels": lambda thing: thing["num_labels"],
     },
 )
 PRESETS: Final = Kind(
@@ -91,16 +91,17 @@ PRESETS: Final = Kind(
     "pre_",
     ".json",
     {
-        "operations": lambda one: ", ".join(one["operations"]),
-        "description": lambda one: one["description"][:_COLUMN],
+        "operations": lambda thing: ", ".join(thing["operations"]),
+        "description": lambda thing: thing["description"][:_COLUMN],
     },
 )
 KINDS: Final = (VECTORS, DETECTORS, DICTIONARIES, PRESETS)
 
 
 async def show(server: Server, kind: Kind, name: str | None, console: Console) -> None:
+    """Print a table of the things of a kind, or of the versions of one name."""
     things = await _list_all(server, kind.route, **({} if name is None else {"name": name}))
-    columns = [Column(thing, overflow="fold") for thing in (*kind.columns, "shared")]
+    columns = [Column(title, overflow="fold") for title in (*kind.columns, "shared")]
     table = Table(
         Column("name", no_wrap=True), *columns, Column("created", no_wrap=True), box=None, pad_edge=False
     )
@@ -197,6 +198,7 @@ async def _list_all(server: Server, path: str, **query: str | int) -> list[JsonO
 
 
 async def _find(server: Server, kind: Kind, reference: Reference) -> JsonObject:
+    """Return a version, or the newest, of a name; the caller's own come before shared ones; ValueError."""
     versions = await _list_all(server, kind.route, name=reference.name)
     own_versions = [version for version in versions if version["own"]] or versions
     for version in own_versions:
@@ -211,30 +213,31 @@ async def _preset_file(server: Server, name: str) -> JsonObject:
     """Return a preset with what its operations name; dictionaries are named only, since they are large."""
     preset = await server.get(f"{PRESETS.route}/{name}")
     parts: JsonObject = {}
-    for kind, named in _named_things(preset["interventions"]):
-        if named["id"] in parts:
+    for kind, name_object in _named_things(preset["interventions"]):
+        if name_object["id"] in parts:
             continue
-        path = f"{kind.route}/{named['id']}"
-        about = await server.get(path)
+        path = f"{kind.route}/{name_object['id']}"
+        description = await server.get(path)
         content = None
         if kind is not DICTIONARIES:
             file = io.BytesIO()
             await server.download(f"{path}/content", file)
             content = base64.b64encode(file.getvalue()).decode()
-        parts[named["id"]] = {"kind": kind.plural, "sha256": about["sha256"], "content": content}
+        parts[name_object["id"]] = {"kind": kind.plural, "sha256": description["sha256"], "content": content}
     return {**preset, **({_PARTS: parts} if parts else {})}
 
 
 async def _add_preset(server: Server, fields: JsonObject, file: Any) -> JsonObject:
+    """Store a preset; what its operations name becomes what this server has of it, or is stored first."""
     preset = {"interventions": file} if isinstance(file, list) else file
     if not isinstance(preset, dict) or "interventions" not in preset:
         raise ValueError("a preset's file has a list of operations, or an object with it as `interventions`")
     parts = preset.get(_PARTS) or {}
-    for kind, named in _named_things(preset["interventions"]):
-        part = parts.get(named["id"])
+    for kind, name_object in _named_things(preset["interventions"]):
+        part = parts.get(name_object["id"])
         if part is not None:
-            stored = await _find_or_add_part(server, kind, Reference.parse(named["name"]), part)
-            named |= {"name": f"{stored['name']}@{stored['version']}", "id": stored["id"]}
+            stored = await _find_or_add_part(server, kind, Reference.parse(name_object["name"]), part)
+            name_object |= {"name": f"{stored['name']}@{stored['version']}", "id": stored["id"]}
     content = {key: preset[key] for key in ("description", "interventions") if key in preset}
     return await server.send("POST", PRESETS.route, json={**content, **fields})
 
@@ -258,6 +261,7 @@ async def _find_or_add_part(
 
 
 def _named_things(value: Any) -> Iterator[tuple[Kind, JsonObject]]:
+    """Yield the objects in a preset's operations that name a stored thing by its id, with its kind."""
     if isinstance(value, dict):
         if isinstance(value.get("name"), str):
             for kind in KINDS:
@@ -286,6 +290,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _saelens_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a dictionary's folder by the field of the form; labels only if they exist."""
     files = {"weights": folder / _WEIGHTS, "cfg": folder / _CFG}
     return {**files, "labels": folder / _LABELS} if (folder / _LABELS).exists() else files
 
@@ -305,6 +310,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _translated_file_errors(path: Path) -> Iterator[None]:
+    """Raise ValueError in place of the block's OSError, unless it concerns the connection."""
     try:
         yield
     except OSError as error:
@@ -317,6 +323,7 @@ def _translated_file_errors(path: Path) -> Iterator[None]:
 
 
 def _layers_text(layers: list[int]) -> str:
+    """Return layers as a range, such as ``4:8``, if they follow each other, or else as a list."""
     if len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]}:{layers[-1] + 1}"
     return ", ".join(map(str, layers))

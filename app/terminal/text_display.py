@@ -34,7 +34,7 @@ def visible(token: str) -> str:
     Two different tokens never look alike: control characters, and characters that equal one of these marks,
     are written as ``\\u00b7``.
     """
-    text = _UNCLEAR.sub(lambda found: _MARKS.get(found[0]) or f"\\u{ord(found[0]):04x}", token)
+    text = _UNCLEAR.sub(lambda match: _MARKS.get(match[0]) or f"\\u{ord(match[0]):04x}", token)
     return "".join(_MARKS.get(character, character) for character in text)
 
 
@@ -66,6 +66,7 @@ def with_differences(baseline: str, steered: str, *, is_done: bool) -> tuple[Tex
 
 
 def _append(text: Text, pieces: list[str], style: str) -> None:
+    """Append pieces of a text, whose words but not their whitespace get the style."""
     for piece in pieces:
         word = piece.lstrip()
         text.append(piece.removesuffix(word))

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S: Final = 1.0
 _PAGE: Final = 500
 _UNREAD, _GONE = -1, -2
+"""In place of a number of events: of a follower before its first read, of a job that was removed."""
 
 
 class JobFeed:
@@ -70,10 +71,12 @@ class JobFeed:
             await asyncio.gather(self._polling, return_exceptions=True)
 
     def _notify(self, job_id: str) -> None:
+        """Wake the followers of a job; the store calls it for each change by this process."""
         for changed in self.followers.get(job_id, ()):
             changed.set()
 
     async def _poll(self) -> None:
+        """Wake followers of jobs with events by other servers, once a second while there are followers."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self.followers:
@@ -84,6 +87,7 @@ class JobFeed:
                 logger.exception("polling the database for job events failed; retrying")
 
     async def _wake_changed(self, ids: list[str]) -> None:
+        """Wake the followers that do not know the number of events that their job has in the database."""
         for start in range(0, len(ids), _PAGE):
             chunk = ids[start : start + _PAGE]
             counts = await self._store.num_events(chunk)

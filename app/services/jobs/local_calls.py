@@ -24,6 +24,8 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclasses.dataclass(slots=True)
 class _PendingCall:
+    """``received`` counts the answer's bytes for its tenant, None until there is one."""
+
     number: int
     frame: Frame
     answer: asyncio.Future[Bytes]
@@ -45,7 +47,10 @@ class LocalCalls:
 
     @contextlib.asynccontextmanager
     async def call(self, job_id: str, data: Bytes) -> AsyncIterator[Bytes]:
-        """Send a call to a job's client; its answer counts up to the end of the block. TimeoutError."""
+        """Send a call to a job's client, and yield its answer; raises TimeoutError if none comes.
+
+        The bytes of the answer count against the tenant's limit up to the end of the block.
+        """
         number = next(self._numbers)
         call = _PendingCall(number, calling(number, data), asyncio.get_running_loop().create_future())
         self.pending[job_id] = call
@@ -74,6 +79,7 @@ class LocalCalls:
                 await called.wait()
 
     def waiting(self, job_id: str, number: int) -> _PendingCall | None:
+        """Return the call with this number if it still waits for its answer, else None."""
         call = self.pending.get(job_id)
         return None if call is None or call.number != number or call.answer.done() else call
 
@@ -90,7 +96,7 @@ class LocalAnswers:
         self._max_bytes = max_bytes
         self._head = bytearray()
         self._number = 0
-        self._num_left = 0
+        self._num_left = 0  # bytes of the body that have not arrived
         self._body = bytearray()
         self._received: Spending | None = None  # None if the body is skipped
 
@@ -112,15 +118,17 @@ class LocalAnswers:
         self._received, self._body = None, bytearray()
 
     def _read_head(self, unread: memoryview) -> memoryview:
-        num = ANSWER_HEAD_BYTES - len(self._head)
-        self._head += unread[:num]
+        """Read bytes of an answer's head, the call's number and the size; return the bytes behind them."""
+        num_missing = ANSWER_HEAD_BYTES - len(self._head)
+        self._head += unread[:num_missing]
         number_and_size = answer_head(self._head, self._max_bytes)
         if number_and_size is not None:
             self._number, self._num_left = number_and_size
             self._received = self._new_spending()
-        return unread[num:]
+        return unread[num_missing:]
 
     def _read_body(self, unread: memoryview) -> memoryview:
+        """Read bytes of an answer, or skip them if no call waits for it; return those behind them."""
         piece = unread[: self._num_left]
         if self._calls.waiting(self._job_id, self._number) is None:
             self.close()
@@ -131,6 +139,7 @@ class LocalAnswers:
         return unread[len(piece) :]
 
     def _finish_answer(self) -> None:
+        """Deliver a whole answer if its call still waits, and begin with the next."""
         self._head = bytearray()
         call = self._calls.waiting(self._job_id, self._number)
         if self._received is not None and call is not None:

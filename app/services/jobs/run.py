@@ -123,6 +123,7 @@ class RunEvents:
         self._reserved.close()
 
     async def _drain(self) -> None:
+        """Write the pending events in batches until there are none."""
         while batch := self._pending[:]:
             await self._store.append_events(self._job, batch)
             self.count(batch)
@@ -137,7 +138,7 @@ _BUSY: Final = "The engine's own queue is full; the job waits until it has room.
 
 
 class RunOutput:
-    """``accepted`` is called when the engine has accepted the trace."""
+    """Stores what an engine sends of a job; ``accepted`` is called when it has accepted the trace."""
 
     def __init__(self, events: RunEvents, result: ResultFile, accepted: Callable[[], None]) -> None:
         self._events = events
@@ -184,12 +185,14 @@ class RunOutput:
         self._was_busy = True
 
     def _report_dispatched(self) -> None:
+        """Write the event that the job is on the engine, which is held back until the engine accepts it."""
         event, self._dispatched = self._dispatched, None
         if event is not None:
             self._events.put(event)
             self._accepted()
 
     async def _store_frame(self, frame: Frame) -> None:
+        """Write the frames of the result to its file, and events to the database."""
         match frame.kind:
             case FrameKind.EVENT:
                 await self._store_event(JobEvent.model_validate_json(bytes(frame.data)))
@@ -202,6 +205,7 @@ class RunOutput:
                 pass  # only for a client that follows the trace as it runs
 
     async def _store_event(self, event: JobEvent) -> None:
+        """Write an event; a failure is kept for ``end``, and the job's end is written by its run."""
         event.time = event.time or time.time()
         if event.status is JobStatus.ERROR:
             # A block's exception: the result that contains it follows, and the job ends only then.
@@ -213,6 +217,7 @@ class RunOutput:
 
 
 def _failure_of(body: Any) -> JobEnd:
+    """Return the end of a job whose engine has sent an ``ERROR`` frame with this body."""
     try:
         info = body["error"]
         return JobEnd(JobStatus.ERROR, str(info["message"]), str(info["code"])[:64])
@@ -239,6 +244,8 @@ _RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
 
 class Ending(enum.Enum):
+    """Why a run is ended from outside, before its trace is over."""
+
     CANCELLED = enum.auto()
     STOPPED = enum.auto()
     """The server stops; the job runs again later."""
@@ -312,7 +319,7 @@ class JobRun:
         self._ending: Ending | None = None
         self._is_over = False
         self._was_interrupted = False
-        self._is_unsure = False
+        self._is_unsure = False  # whether a failed write may have recorded the end
 
     def end_early(self, ending: Ending) -> None:
         """End the run now; no effect once its end is being recorded. Idempotent."""
@@ -328,6 +335,7 @@ class JobRun:
             self._slots.release()
 
     async def run(self) -> None:
+        """Run the job and record its end; raises the error of a database that does not take it."""
         self._task = asyncio.current_task()
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
@@ -354,6 +362,7 @@ class JobRun:
                 await result.discard()
 
     def _record_run(self, end: JobEnd | None) -> None:
+        """Complete the run's record for the audit log; ``end`` is None if the job is to run again."""
         record = self.context.record
         record.step_tier = self.context.tier
         self.ended = None if end is None else end.status
@@ -392,8 +401,9 @@ class JobRun:
         return end
 
     async def _run_attempts(self) -> None:
+        """Run the trace to its end, again while the engine's queue is full; raises ApiError otherwise."""
         request = await self._read_request()
-        for count in itertools.count():
+        for attempt in itertools.count():
             try:
                 frames = self._parts.traces.run(request, self.job.id, self.context.meter)
                 async with contextlib.aclosing(frames):
@@ -401,7 +411,7 @@ class JobRun:
             except ApiError as error:
                 if error.code is not ErrorCode.QUEUE_FULL:
                     raise
-                await self._wait_for_engine(_BUSY_DELAYS_S[min(count, len(_BUSY_DELAYS_S) - 1)])
+                await self._wait_for_engine(_BUSY_DELAYS_S[min(attempt, len(_BUSY_DELAYS_S) - 1)])
             else:
                 return
 
@@ -429,6 +439,7 @@ class JobRun:
         return request
 
     async def _wait_for_engine(self, delay_s: float) -> None:
+        """Wait for a busy engine without a slot, and take one again."""
         # No more jobs of its kind are claimed meanwhile: they would only wait with it, out of order.
         self._output.report_busy()
         self.waits_for = kind_of(self.job)
@@ -439,6 +450,7 @@ class JobRun:
         self._has_slot = True
 
     def _note_accepted(self) -> None:
+        """Let jobs of this kind be claimed again, if this one has waited for the engine."""
         if self.waits_for is not None:
             self.waits_for = None
             self._wake()
@@ -482,6 +494,7 @@ class JobRun:
                 return
 
     async def _record_end_once(self, end: JobEnd | None) -> None:
+        """Write all events, then the end; None puts the job back into the queue."""
         await self._events.settle()
         if end is None:
             await self._parts.store.requeue(self.job, has_begun=True, was_interrupted=self._was_interrupted)
@@ -490,6 +503,7 @@ class JobRun:
 
 
 def run_record(job: JobRow, error: str = "") -> Record:
+    """Return the record of a job's run, for the audit log."""
     return Record(
         "RUN", "/v1/jobs/{job_id}", job.owner, job.key_id, subject=job.id, model=job.model, error=error
     )

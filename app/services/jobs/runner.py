@@ -41,7 +41,10 @@ _STOP_S: Final = 15.0
 
 
 class JobRunner:
-    """Jobs that wait for a busy engine have no slot."""
+    """Runs jobs, each in a slot; those that wait for a busy engine have none.
+
+    ``_served_at`` is when each owner had its last turn, ``_held_until`` when a key may have one again.
+    """
 
     def __init__(self, parts: JobParts) -> None:
         self._parts = parts
@@ -62,7 +65,7 @@ class JobRunner:
         self._is_stopping = False
         self._loops = [
             asyncio.create_task(self._dispatch(), name="jobs-dispatch"),
-            asyncio.create_task(self._renew_leases(), name="jobs-keep"),
+            asyncio.create_task(self._keep_jobs(), name="jobs-keep"),
         ]
 
     def wake(self) -> None:
@@ -99,6 +102,7 @@ class JobRunner:
             self.wake()
 
     async def _dispatch(self) -> None:
+        """Claim and start jobs while there are slots; looks again when woken, or after a second."""
         while not self._is_stopping:
             self._wake.clear()
             try:
@@ -135,6 +139,7 @@ class JobRunner:
         return True
 
     async def _claim(self) -> JobRow | None:
+        """Claim the next job of this model, but of no busy engine, key that waits, or tenant at its share."""
         moment = time.monotonic()
         self._held_until = {key: until for key, until in self._held_until.items() if moment < until}
         running = Counter(run.job.owner for run in self._runs.values())
@@ -155,6 +160,7 @@ class JobRunner:
         return caller
 
     def _start_run(self, job: JobRow, caller: Principal | None) -> None:
+        """Run a job in a task; its slot, which this takes over, is released at the end."""
         run = JobRun(job, caller, self._parts, self._slots, self.wake)
         on_over = self._parts.watch(run.context, job.traceparent)
         self._served_at[job.owner] = time.monotonic()
@@ -181,6 +187,7 @@ class JobRunner:
                 return
 
     async def _run_job(self, run: JobRun) -> None:
+        """Run a job, count its usage, and remove it if its client has removed it meanwhile."""
         parts = self._parts
         try:
             with parts.lifecycle.serving():
@@ -206,7 +213,8 @@ class JobRunner:
     def _running_ids(self) -> list[str]:
         return [run.job.id for run in self._runs.values()]
 
-    async def _renew_leases(self) -> None:
+    async def _keep_jobs(self) -> None:
+        """End cancelled and lost runs, renew the leases of the others, and recover jobs of dead servers."""
         renewed_at = recovered_at = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -225,14 +233,15 @@ class JobRunner:
     async def _check_held_jobs(self) -> None:
         """End jobs that were cancelled through other servers or taken over by them."""
         running = list(self._runs.values())
-        held = await self._parts.store.held_jobs([run.job.id for run in running])
+        cancelled_by_id = await self._parts.store.held_jobs([run.job.id for run in running])
         for run in running:
-            if run.job.id not in held:
+            if run.job.id not in cancelled_by_id:
                 run.end_early(Ending.LOST)
-            elif held[run.job.id]:
+            elif cancelled_by_id[run.job.id]:
                 run.end_early(Ending.CANCELLED)
 
 
 def set_quotas(quotas: StoredQuotas, caller: Principal) -> None:
+    """Set how many bytes a caller's key and tenant may store, which may have changed since the last call."""
     quotas.set_quota(name_of_key(caller.key_id), caller.limits.stored_bytes)
     quotas.set_quota(caller.tenant, caller.tenant_limits.stored_bytes)

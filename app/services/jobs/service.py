@@ -214,15 +214,15 @@ class JobService:
     async def _sweep(self) -> None:
         """Remove expired jobs, and files that belong to no job."""
         interval_s = min(_MAX_SWEEP_S, max(0.05, self._parts.settings.job_ttl_s / 4))
-        others_at = time.monotonic()
+        orphans_removed_at = time.monotonic()
         while True:
             await asyncio.sleep(interval_s)
             try:
                 while expired := await self._store.remove_expired(time.time()):
                     await self._files.remove(expired)
                 await self._count_stored()
-                if time.monotonic() - others_at > ORPHAN_S:
-                    others_at = time.monotonic()
+                if time.monotonic() - orphans_removed_at > ORPHAN_S:
+                    orphans_removed_at = time.monotonic()
                     await self._files.remove_orphans(await self._store.all_ids())
             except Exception:
                 logger.exception("removing expired jobs failed; retrying")
@@ -240,6 +240,7 @@ def _summary_of(head: TraceHead) -> JobSummary:
 
 
 def _short(text: str) -> str:
+    """Return a client's text as the database stores it."""
     return printable(text).replace("\0", "")[:_MAX_NAME_CHARS]
 
 
@@ -248,6 +249,7 @@ def _job_of(row: JobRow) -> Job:
 
 
 def _error_of(row: JobRow) -> ApiError:
+    """Return the error that a job without a result has ended with, as its row has it."""
     try:
         code = ErrorCode(row.code or "")
     except ValueError:

@@ -37,23 +37,23 @@ _LAST: Final = Where(positions=[-1])
 def metric_operation(metric: Metric) -> Operation | None:
     """Return the operation that reads the metric; None for perplexity, which vLLM returns."""
     read: Any = functools.partial(dict, where=_LAST, name=METRIC)
-    found: Operation | None = None
+    operation: Operation | None = None
     match metric:
         case LogprobMetric():
-            found = LogitLens(layers=[-1], top_k=0, targets=[metric.token], **read())
+            operation = LogitLens(layers=[-1], top_k=0, targets=[metric.token], **read())
         case LogitDifferenceMetric():
-            found = LogitLens(layers=[-1], top_k=0, targets=[metric.token, metric.other], **read())
+            operation = LogitLens(layers=[-1], top_k=0, targets=[metric.token, metric.other], **read())
         case KlMetric():
-            found = Capture(at="logits", dtype="float32", **read())
+            operation = Capture(at="logits", dtype="float32", **read())
         case ProbeMetric():
-            found = Probe(at=metric.at, weights=metric.weights, bias=metric.bias, **read())
+            operation = Probe(at=metric.at, weights=metric.weights, bias=metric.bias, **read())
         case DetectorMetric():
-            found = Detect(detector=metric.detector, **read())
+            operation = Detect(detector=metric.detector, **read())
         case FeatureMetric():
-            found = Features(dictionary=metric.dictionary, features=[metric.feature], **read())
+            operation = Features(dictionary=metric.dictionary, features=[metric.feature], **read())
         case PerplexityMetric():
             pass
-    return found
+    return operation
 
 
 def reading_of(result: JsonObject) -> Floats:
@@ -61,8 +61,8 @@ def reading_of(result: JsonObject) -> Floats:
     match result["type"]:
         case "logit_lens":
             (rows,) = result["layers"].values()
-            found = [one["logprob"] for one in _last(rows)["targets"]]
-            numbers = [math.nan if one is None else one for one in found]
+            logprobs = [target["logprob"] for target in _last(rows)["targets"]]
+            numbers = [math.nan if logprob is None else logprob for logprob in logprobs]
             return np.asarray(numbers[0] - sum(numbers[1:]), np.float64)
         case "capture":
             (tensor,) = result["points"].values()
@@ -81,11 +81,12 @@ def reading_of(result: JsonObject) -> Floats:
             return _number(feature["activation"])
 
 
-def _number(found: float | None) -> Floats:
-    return np.asarray(math.nan if found is None else found, np.float64)
+def _number(number: float | None) -> Floats:
+    return np.asarray(math.nan if number is None else number, np.float64)
 
 
 def _last(rows: Rows | list[Any]) -> Any:
+    """Return the row of the last position, the only one that a metric reads."""
     if isinstance(rows, Rows):
         rows = list(itertools.chain.from_iterable(piece for piece, _ in rows.pieces()))
     return rows[-1]
@@ -97,14 +98,18 @@ def array_of(tensor: JsonObject) -> npt.NDArray[np.float32]:
 
 def divergence(unsteered: Floats, reading: Floats) -> float:
     """Return the KL divergence, in nats, of the distribution without interventions from another."""
-    chances = np.exp(unsteered)
+    probabilities = np.exp(unsteered)
     # A token without a chance adds nothing, also where its logarithm is minus infinity.
-    differences = np.subtract(unsteered, reading, out=np.zeros_like(unsteered), where=chances != 0)
-    return float(chances @ differences)
+    differences = np.subtract(unsteered, reading, out=np.zeros_like(unsteered), where=probabilities != 0)
+    return float(probabilities @ differences)
 
 
-def perplexity(found: Sequence[Mapping[int, Any] | None], ids: Sequence[int], prompt_len: int) -> Floats:
+def perplexity(
+    prompt_logprobs: Sequence[Mapping[int, Any] | None], ids: Sequence[int], prompt_len: int
+) -> Floats:
     """Return the perplexity of the tokens behind the prompt, from vLLM's `prompt_logprobs`."""
-    chosen = [(found[prompt_len + index] or {})[token]["logprob"] for index, token in enumerate(ids)]
+    chosen = [
+        (prompt_logprobs[prompt_len + index] or {})[token]["logprob"] for index, token in enumerate(ids)
+    ]
     with np.errstate(over="ignore"):
         return np.asarray(np.exp(-np.mean(np.asarray(chosen, np.float64))))

@@ -76,23 +76,23 @@ _METRIC_FIELDS: Final = {"targets.0": "token", "targets.1": "other", "features.0
 
 
 async def run_sweep(
-    context: Components, wanted: AnySweep, http: Request, caller: Principal, report: Report
+    components: Components, sweep: AnySweep, http: Request, caller: Principal, report: Report
 ) -> Sweep:
-    """Raise ApiError for an invalid request, beyond a limit or a quota, or ``queue_full``."""
+    """Run a sweep in its turn; raises ApiError for an invalid one, beyond a limit, or ``queue_full``."""
     # Without headers, since the request's own X-Request-Id must not be used for all cells' requests.
     quiet = Request({**http.scope, "headers": []}, http.receive)
     prompts = [
-        await swept_prompt(context.engine, wanted, index, quiet) for index in range(len(wanted.prompts))
+        await swept_prompt(components.engine, sweep, index, quiet) for index in range(len(sweep.prompts))
     ]
-    grid = grid_of(wanted, context.engine.capabilities(), [len(prompt.changed) for prompt in prompts])
-    work = SweepWork(context, wanted, quiet, caller, prompts, grid)
-    work.continuation = await continuation_of(context.engine, wanted, quiet)
+    grid = grid_of(sweep, components.engine.capabilities(), [len(prompt.changed) for prompt in prompts])
+    work = SweepWork(components, sweep, quiet, caller, prompts, grid)
+    work.continuation = await continuation_of(components.engine, sweep, quiet)
     work.check()
     admitted = context_of(http.scope).admitted
     if admitted is not None:
         await admitted.reserve(Estimate(min(work.num_tokens, _MAX_TOKENS), 0))
     await work.resolve()
-    async with context.sweeps.request(caller.tenant):
+    async with components.sweeps.request(caller.tenant):
         return await work.result(report)
 
 
@@ -105,18 +105,19 @@ class SweepWork:
 
     def __init__(
         self,
-        context: Components,
-        wanted: AnySweep,
+        components: Components,
+        sweep: AnySweep,
         http: Request,
         caller: Principal,
         prompts: list[SweptPrompt],
         grid: Grid,
     ) -> None:
-        self._context, self._http, self._caller = context, http, caller
-        self._wanted, self._prompts, self._grid = wanted, prompts, grid
-        self._writes = CellWrites(wanted, grid)
+        self._components, self._http, self._caller = components, http, caller
+        self._sweep, self._prompts, self._grid = sweep, prompts, grid
+        self._writes = CellWrites(sweep, grid)
         self._metric: tuple[Operation, ...] = ()
-        self._sides = (False, True) if isinstance(wanted, SteerSweep) and wanted.control else (False,)
+        # Whether cells are of the control: all as they are, then all with random vectors.
+        self._sides = (False, True) if isinstance(sweep, SteerSweep) and sweep.control else (False,)
         self._total = grid.num_cells * len(self._sides)
         self._gate = asyncio.Semaphore(_IN_FLIGHT)
         self._failed: list[FailedCell] = []
@@ -126,16 +127,16 @@ class SweepWork:
     @property
     def num_tokens(self) -> int:
         """The tokens of all runs, each of which generates one."""
-        of_each, more = self._total // len(self._prompts), len(self.continuation) + 1
+        cells_of_each, num_behind = self._total // len(self._prompts), len(self.continuation) + 1
         return sum(
-            of_each * (len(one.changed) + more)
-            + sum(len(ids) + more for ids in (one.clean, one.corrupted) if ids is not None)
-            for one in self._prompts
+            cells_of_each * (len(prompt.changed) + num_behind)
+            + sum(len(ids) + num_behind for ids in (prompt.clean, prompt.corrupted) if ids is not None)
+            for prompt in self._prompts
         )
 
     def check(self) -> None:
         """Raise ApiError ``invalid_value`` beyond the limits of a sweep or of the model's context."""
-        bounds, sizes = self._context.settings.bounds, self._context.engine.capabilities().sizes
+        bounds, sizes = self._components.settings.bounds, self._components.engine.capabilities().sizes
         if self._total > bounds.max_sweep_cells:
             axes = " × ".join(f"{len(labels)} {name}s" for name, labels in self._grid.axes.items())
             control = " × 2 with the control" if len(self._sides) > 1 else ""
@@ -144,7 +145,7 @@ class SweepWork:
                 f"A sweep has at most {bounds.max_sweep_cells} cells, got {self._total}: {axes}{control}.",
             )
         num_bytes = self._writes.num_bytes(self._prompts)
-        if isinstance(self._wanted.metric, KlMetric):
+        if isinstance(self._sweep.metric, KlMetric):
             num_bytes += len(self._prompts) * sizes.vocab_size * np.dtype(np.float64).itemsize
         if num_bytes > bounds.max_sweep_bytes:
             raise ApiError(
@@ -165,19 +166,20 @@ class SweepWork:
 
     async def resolve(self) -> None:
         """Find what the request's names stand for; raises ApiError if there is nothing of a name."""
-        record, metric = context_of(self._http.scope).record, metric_operation(self._wanted.metric)
-        named = self._writes.named
-        operations = (*named.values(), *(() if metric is None else (metric,)))
-        record.note_operations({"model": self._wanted.model}, operations)
-        record.operations = [self._wanted.method, *([] if metric is None else [metric.op])]
+        record, metric = context_of(self._http.scope).record, metric_operation(self._sweep.metric)
+        named_writes = self._writes.named
+        operations = (*named_writes.values(), *(() if metric is None else (metric,)))
+        record.note_operations({"model": self._sweep.model}, operations)
+        record.operations = [self._sweep.method, *([] if metric is None else [metric.op])]
         try:
-            found: Any = await with_values(operations, self._http, self._context, self._caller)
+            resolved: Any = await with_values(operations, self._http, self._components, self._caller)
         except ApiError as error:
-            raise _placed(error, len(named)) from error
-        self._metric = found[len(named) :]
-        self._writes.resolve(found[: len(named)])
+            raise _placed(error, len(named_writes)) from error
+        self._metric = resolved[len(named_writes) :]
+        self._writes.resolve(resolved[: len(named_writes)])
 
     async def result(self, report: Report) -> Sweep:
+        """Run the prompts without interventions, then all cells in batches; ``report`` gets the progress."""
         baselines = await _all([self._baseline(prompt) for prompt in self._prompts])
         values = np.full((len(self._sides), self._grid.num_cells), np.nan, np.float32)
         began, num_done = time.monotonic(), 0
@@ -196,42 +198,50 @@ class SweepWork:
         return await self._answer(values, baselines)
 
     async def _answer(self, values: npt.NDArray[np.float32], baselines: list[SweepBaseline]) -> Sweep:
+        """Return the sweep's response, with ``values`` of each side and cell by the shown axes."""
         grid, scope = self._grid, self._http.scope
         shape = tuple(len(grid.axes[name]) for name in grid.dims)
         tensors = {
             name: TensorResult("float32", shape, side.astype("<f4").tobytes())
             for name, side in zip(("values", "control"), values, strict=False)
         }
-        settings, path = self._context.settings, str(scope.get("root_path", ""))
-        found = await tensors_json(tensors, self._context.store, context_of(scope), settings, base_path=path)
+        settings, path = self._components.settings, str(scope.get("root_path", ""))
+        answer_fields = await tensors_json(
+            tensors, self._components.store, context_of(scope), settings, base_path=path
+        )
         return Sweep(
             model=self._model,
-            method=self._wanted.method,
-            metric=self._wanted.metric.type,
+            method=self._sweep.method,
+            metric=self._sweep.metric.type,
             dims=grid.dims,
             coords={name: grid.axes[name] for name in grid.dims},
             baselines=baselines,
             tokens=[prompt.tokens for prompt in self._prompts],
             num_failed=self._num_failed,
-            failed=sorted(self._failed, key=lambda one: (one.control, one.index)),
-            **found,
+            failed=sorted(self._failed, key=lambda cell: (cell.control, cell.index)),
+            **answer_fields,
         )
 
     @property
     def _model(self) -> str:
-        return self._wanted.model or self._context.engine.served().names[0]
+        return self._sweep.model or self._components.engine.served().names[0]
 
     async def _baseline(self, prompt: SweptPrompt) -> SweepBaseline:
         """Run a prompt without interventions, and keep what its cells need."""
         runs = {"clean": prompt.clean, "corrupted": prompt.corrupted}
-        given = {name: ids for name, ids in runs.items() if ids is not None}
-        readings = await _all([self._unsteered(prompt, ids) for ids in given.values()])
-        scores = {name: self._score(one, prompt) for name, one in zip(given, readings, strict=True)}
-        found = {name: score if math.isfinite(score) else None for name, score in scores.items()}
+        ids_by_run = {name: ids for name, ids in runs.items() if ids is not None}
+        readings = await _all([self._unsteered(prompt, ids) for ids in ids_by_run.values()])
+        finite: dict[str, float | None] = {}
+        for name, reading in zip(ids_by_run, readings, strict=True):
+            score = self._score(reading, prompt)
+            finite[name] = score if math.isfinite(score) else None
         changed = "clean" if prompt.changed is prompt.clean else "corrupted"
-        return SweepBaseline(clean=found["clean"], corrupted=found.get("corrupted"), unsteered=found[changed])
+        return SweepBaseline(
+            clean=finite["clean"], corrupted=finite.get("corrupted"), unsteered=finite[changed]
+        )
 
     async def _unsteered(self, prompt: SweptPrompt, ids: list[int]) -> Floats:
+        """Run one text of a prompt; keep its values in ``prompt``, and return what the metric reads."""
         is_changed = ids is prompt.changed
         captures = self._writes.captures(prompt, is_changed=is_changed)
         async with self._gate:
@@ -247,12 +257,13 @@ class SweepWork:
         return reading
 
     def _batches(self) -> Iterator[list[Cell]]:
-        most = self._context.engine.capabilities().limits.max_num_batched_tokens
+        """Yield all cells in batches, each of at most a step's tokens and of bounded bytes."""
+        most = self._components.engine.capabilities().limits.max_num_batched_tokens
         batch: list[Cell] = []
         num_tokens = num_bytes = 0
         for side in self._sides:
-            for number, at in enumerate(self._grid.cells()):
-                cell, prompt = Cell(number, at, side), self._prompts[at["prompt"]]
+            for number, indexes in enumerate(self._grid.cells()):
+                cell, prompt = Cell(number, indexes, side), self._prompts[indexes["prompt"]]
                 tokens = len(prompt.changed) + len(self.continuation)
                 size = self._writes.bytes_of(cell, prompt)
                 is_full = len(batch) == _BATCH_CELLS or num_tokens + tokens > most
@@ -266,15 +277,15 @@ class SweepWork:
     async def _scores(self, cells: Sequence[Cell]) -> list[float]:
         """Return the metric of each cell, NaN for those that fail, which are noted."""
         prompts = [self._prompts[cell.at["prompt"]] for cell in cells]
-        own: list[Operation] = []
+        writes: list[Operation] = []
         for index, (cell, prompt) in enumerate(zip(cells, prompts, strict=True)):
-            own.append(self._writes.of(cell, prompt).model_copy(update={"prompts": [index]}))
+            writes.append(self._writes.of(cell, prompt).model_copy(update={"prompts": [index]}))
             await asyncio.sleep(0)  # long prompts have large values
         try:
-            choices = await self._choices([prompt.changed for prompt in prompts], own)
+            choices = await self._choices([prompt.changed for prompt in prompts], writes)
         except ApiError as error:
             if error.code not in _CELL_ERRORS:
-                raise _placed(error, len(own)) from error
+                raise _placed(error, len(writes)) from error
             if len(cells) > 1:  # the engine refuses a request as a whole
                 return [score for cell in cells for score in await self._scores([cell])]
             return [self._failing(cells[0], error.code, error.message)]
@@ -288,6 +299,7 @@ class SweepWork:
         return scores
 
     def _failing(self, cell: Cell, code: ErrorCode, message: str) -> float:
+        """Note a cell that failed, and return its score."""
         self._num_failed += 1
         if len(self._failed) < MAX_FAILED_SHOWN:
             index = [cell.at[name] for name in self._grid.dims]
@@ -304,24 +316,26 @@ class SweepWork:
             body["prompt_logprobs"] = 0
         isolate_cache(body, self._caller)
         operations = (*operations, *self._metric)
-        reply = await self._context.engine.completions(body, operations, self._http, inline=True)
+        reply = await self._components.engine.completions(body, operations, self._http, inline=True)
         choices: list[JsonObject] = (reply.body or {})["choices"]
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
     def _reading(self, choice: JsonObject, prompt_len: int) -> Floats:
+        """Return what the metric reads of one choice."""
         if self.continuation:
             return perplexity(choice["prompt_logprobs"], self.continuation, prompt_len)
         return reading_of(choice[FIELD]["results"][METRIC])
 
     def _score(self, reading: Floats, prompt: SweptPrompt) -> float:
-        if isinstance(self._wanted.metric, KlMetric):
+        """Return the metric of a reading; for KL that is its divergence from the prompt's own."""
+        if isinstance(self._sweep.metric, KlMetric):
             return math.nan if prompt.unsteered is None else divergence(prompt.unsteered, reading)
         return float(reading)
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Await coroutines together; if one fails, or this is cancelled, all are cancelled and awaited."""
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -331,6 +345,7 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _rows_of(choice: JsonObject) -> Rows:
+    """Return the values that a choice of a run without interventions has captured for patches."""
     rows: Rows = {}
     for name, result in choice[FIELD]["results"].items():
         positions = result["positions"]
@@ -341,13 +356,16 @@ def _rows_of(choice: JsonObject) -> Rows:
 
 
 def _placed(error: ApiError, num_writes: int) -> ApiError:
-    """Return an error of an operation as one of the field of the sweep that it comes from."""
-    head, _, path = (error.param or "").partition(".")
-    number, _, rest = path.partition(".")
+    """Return an error of an operation as one of the field of the sweep that it comes from.
+
+    The metric's operation stands behind ``num_writes`` others.
+    """
+    head, _, path = (error.param or "").partition(".")  # interventions.NUMBER.FIELD
+    number, _, field = path.partition(".")
     if head != FIELD or not number.isdecimal():
         return error
     if int(number) >= num_writes:
-        param = ".".join(filter(None, ["metric", _METRIC_FIELDS.get(rest, rest)]))
+        param = ".".join(filter(None, ["metric", _METRIC_FIELDS.get(field, field)]))
     else:
-        param = _FIELDS.get(rest.partition(".")[0], "points")
+        param = _FIELDS.get(field.partition(".")[0], "points")
     return ApiError(error.code, f"`{param}`: {error.message}", param)
