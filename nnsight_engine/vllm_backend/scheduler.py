@@ -245,7 +245,7 @@ class InterventionScheduler(DraftScheduler):
 
     def _has_room_for(self, requests: list[Request]) -> bool:
         num_tokens = [request.num_tokens + self.num_lookahead_tokens for request in requests]
-        num_blocks = sum(number // self.block_size + 2 for number in num_tokens)
+        num_blocks = sum(number // self.block_size + _SPARE_BLOCKS for number in num_tokens)
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return bool(
