@@ -104,6 +104,10 @@ REFUSED: Final[list[tuple[dict[str, Any], int, str, str | None]]] = [
     ({"heads": "all"}, 400, "unsupported_at_point", "heads"),
     ({"positions": [5]}, 400, "position_out_of_range", "positions.0"),
     ({"metric": {"type": "detector", "detector": "none"}}, 400, "unknown_detector", "metric.detector"),
+    (
+        {"metric": {"type": "probe", "at": "layers.*.output", "weights": [1.0] * 8}},
+        400, "invalid_value", "metric.at",
+    ),  # fmt: skip
     ({**STEER, "vector": "none"}, 400, "unknown_vector", "vector"),
     ({"model": "other"}, 404, "model_not_found", "model"),
     ({"method": "magic"}, 422, "invalid_shape", None),

@@ -12,7 +12,15 @@ import numpy as np
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.points import PointPattern, point_name
 from api_schemas.server import Capabilities, PointCapability
-from api_schemas.sweeps import LAYER, AblateSweep, AnySweep, FeatureSweep, PatchSweep, SteerSweep
+from api_schemas.sweeps import (
+    LAYER,
+    AblateSweep,
+    AnySweep,
+    FeatureSweep,
+    PatchSweep,
+    ProbeMetric,
+    SteerSweep,
+)
 from app.catalog.training import layers_of
 
 Label = int | float | str
@@ -58,6 +66,8 @@ def grid_of(wanted: AnySweep, capabilities: Capabilities, lengths: Sequence[int]
     axes: dict[str, list[Label]] = {"prompt": list(range(len(lengths)))}
     points: dict[tuple[int, int], str] = {}
     shapes: dict[str, list[int]] = {}
+    if isinstance(wanted.metric, ProbeMetric):
+        _check_one_point(wanted.metric.at, capabilities.sizes.num_layers, "metric.at")
     if not isinstance(wanted, FeatureSweep):
         layers = _layers(wanted, capabilities)
         axes["point"] = list(wanted.points)
@@ -77,6 +87,16 @@ def grid_of(wanted: AnySweep, capabilities: Capabilities, lengths: Sequence[int]
     if isinstance(wanted, FeatureSweep):
         axes |= {"feature": [*wanted.features], "value": [*wanted.values]}
     return Grid(axes, points, shapes)
+
+
+def _check_one_point(point: str, num_layers: int, param: str) -> None:
+    found = PointPattern.parse(point, param).resolve(num_layers, param)
+    if len(found) != 1:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"A metric is read at one point, such as layers.3.output; {point!r} is {len(found)} points.",
+            param,
+        )
 
 
 def _layers(wanted: PatchSweep | AblateSweep | SteerSweep, capabilities: Capabilities) -> list[int] | None:

@@ -87,6 +87,11 @@ def test_what_is_not_there_is_refused_with_its_field() -> None:
     assert refused(PATCH, positions=[-4]) == ("position_out_of_range", "positions.0")
     assert refused(PATCH, positions=[0, -3]) == ("invalid_value", "positions")
     assert refused(PATCH, 3, 4, positions="all") == ("invalid_value", "positions")
+    for at, code in (
+        ("layers.*.output", "invalid_value"), ("layers.9.output", "unknown_layer"), ("x", "unknown_point"),
+    ):  # fmt: skip
+        probe = {"type": "probe", "at": at, "weights": [1.0] * 8}
+        assert refused(PATCH, metric=probe) == (code, "metric.at")
 
 
 @pytest.mark.parametrize("body", ALL, ids=lambda body: body["method"])
