@@ -62,6 +62,15 @@ async def test_points_of_other_names_for_one_place(server: Server) -> None:
     assert (found["dims"], found["values"]["shape"]) == (["position"], [3])
 
 
+async def test_large_captures_are_several_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = (await sweep(server)).json()
+    num_calls = server.engine.num_calls
+    monkeypatch.setattr("app.services.sweeps.writes._CAPTURED_BYTES", 2 * 8 * 4)
+    assert (await sweep(server)).json() == whole
+    # One for each of four layers at two positions, then at the third; one of the other prompt; one batch.
+    assert server.engine.num_calls == num_calls + 8 + 2
+
+
 async def test_a_control_and_every_metric(server: Server) -> None:
     found = (await sweep(server, **STEER, control=True)).json()
     assert (found["dims"], found["values"]["shape"], found["control"]["shape"]) == (
@@ -106,8 +115,10 @@ REFUSED: Final[list[tuple[dict[str, Any], int, str, str | None]]] = [
     ({"metric": {"type": "detector", "detector": "none"}}, 400, "unknown_detector", "metric.detector"),
     (
         {"metric": {"type": "probe", "at": "layers.*.output", "weights": [1.0] * 8}},
-        400, "invalid_value", "metric.at",
-    ),  # fmt: skip
+        400,
+        "invalid_value",
+        "metric.at",
+    ),
     ({**STEER, "vector": "none"}, 400, "unknown_vector", "vector"),
     ({"model": "other"}, 404, "model_not_found", "model"),
     ({"method": "magic"}, 422, "invalid_shape", None),
@@ -135,6 +146,12 @@ async def test_a_sweep_has_so_many_cells_and_bytes(serve: Serve, error_of: Error
         assert (await sweep(server, positions=[0, 1])).status_code == 200
         control = {**STEER, "layers": [0, 1, 2], "control": True}
         error_of(await sweep(server, **control), 400, "invalid_value")
+
+
+async def test_a_cell_writes_no_more_than_a_request_may(serve: Serve, error_of: ErrorCheck) -> None:
+    async with serve(max_tensor_bytes=3 * 8 * 4 - 1) as server:
+        error_of(await sweep(server, positions=None), 400, "tensor_too_large")
+        assert (await sweep(server)).status_code == 200
 
 
 async def test_a_cell_that_fails_is_nan_and_says_why(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

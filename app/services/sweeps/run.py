@@ -129,7 +129,11 @@ class SweepWork:
         of_each, more = self._total // len(self._prompts), len(self.continuation) + 1
         return sum(
             of_each * (len(one.changed) + more)
-            + sum(len(ids) + more for ids in (one.clean, one.corrupted) if ids is not None)
+            + sum(
+                (len(ids) + more) * len(self._writes.captures(one, is_changed=ids is one.changed))
+                for ids in (one.clean, one.corrupted)
+                if ids is not None
+            )
             for one in self._prompts
         )
 
@@ -152,6 +156,16 @@ class SweepWork:
                 f"A sweep keeps at most {bounds.max_sweep_bytes} bytes of its runs without interventions, "
                 f"and this one {num_bytes}; name fewer prompts, layers or positions.",
                 "prompts",
+            )
+        largest = max(
+            self._writes.bytes_of(Cell(0, at), self._prompts[at["prompt"]]) for at in self._grid.cells()
+        )
+        if largest > bounds.max_tensor_bytes:
+            raise ApiError(
+                ErrorCode.TENSOR_TOO_LARGE,
+                f"A cell may write {bounds.max_tensor_bytes} bytes, and one here writes {largest}; name "
+                "`positions`, or shorter prompts.",
+                "positions",
             )
         most = sizes.max_model_len - len(self.continuation) - 1
         for index, prompt in enumerate(self._prompts):
@@ -233,18 +247,20 @@ class SweepWork:
 
     async def _unsteered(self, prompt: SweptPrompt, ids: list[int]) -> Floats:
         is_changed = ids is prompt.changed
-        captures = self._writes.captures(prompt, is_changed=is_changed)
-        async with self._gate:
-            try:
-                (choice,) = await self._choices([ids], captures)
-            except ApiError as error:
-                raise _placed(error, len(captures)) from error
-        rows, reading = _rows_of(choice) if captures else {}, self._reading(choice, len(ids))
+        rows = prompt.own_rows if is_changed else prompt.rows
+        readings = []
+        for captures in self._writes.captures(prompt, is_changed=is_changed):
+            async with self._gate:
+                try:
+                    (choice,) = await self._choices([ids], captures)
+                except ApiError as error:
+                    raise _placed(error, len(captures)) from error
+                readings.append(self._reading(choice, len(ids)))
+                for point, found in (await asyncio.to_thread(_rows_of, choice) if captures else {}).items():
+                    rows.setdefault(point, {}).update(found)
         if is_changed:
-            prompt.own_rows, prompt.unsteered = rows, reading
-        else:
-            prompt.rows = rows
-        return reading
+            prompt.unsteered = readings[0]
+        return readings[0]
 
     def _batches(self) -> Iterator[list[Cell]]:
         most = self._context.engine.capabilities().limits.max_num_batched_tokens

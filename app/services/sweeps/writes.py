@@ -20,6 +20,8 @@ from nnsight_engine.core.dtypes import floats_from_bytes
 ROWS: Final = "rows"
 """The beginning of the names of the captures of what patches write."""
 _ITEM_BYTES: Final = 4
+_CAPTURED_BYTES: Final = 16 * 2**20
+"""Captured by one request, since its answer is decoded in one piece."""
 _CONTROL: Final = "control"
 
 
@@ -79,18 +81,39 @@ class CellWrites:
             own = np.stack([prompt.own_rows[point][position] for position in positions])
             own[:, units] = values[:, units]
             values = own
-        tensor = TensorObject.from_bytes("float32", [*values.shape], values.tobytes())
-        return Patch(at=point, values=tensor, where=Where(positions=positions))
+        tensor = TensorObject.from_bytes("float32", [*values.shape], values.tobytes(), with_text=False)
+        # Not validated, which would decode the text.
+        return Patch.model_construct(at=point, values=tensor, where=Where(positions=positions))
 
-    def captures(self, prompt: SweptPrompt, *, is_changed: bool) -> list[Operation]:
-        """Return what one of a prompt's runs without interventions has to capture for the cells."""
+    def captures(self, prompt: SweptPrompt, *, is_changed: bool) -> list[list[Operation]]:
+        """Return what one of a prompt's runs without interventions captures, for each of its requests."""
         if not isinstance(self._wanted, PatchSweep) or (is_changed and "head" not in self._grid.axes):
-            return []
-        where, captures = Where(positions=self._positions(prompt)), list[Operation]()
-        for index, _ in enumerate(self._wanted.points):  # one operation may name a place by one name only
-            at = [point for (number, _), point in self._grid.points.items() if number == index]
-            captures.append(Capture(at=at, where=where, dtype="float32", name=f"{ROWS}{index}"))
-        return captures
+            return [[]]
+        sizes = {point: math.prod(shape) * _ITEM_BYTES for point, shape in self._grid.shapes.items()}
+        positions, step = self._positions(prompt), max(1, _CAPTURED_BYTES // max(sizes.values()))
+        requests: list[list[Operation]] = []
+        for start in range(0, len(positions), step):
+            where = Where(positions=positions[start : start + step])
+            requests += [
+                [
+                    Capture(at=points, where=where, dtype="float32", name=f"{ROWS}{index}")
+                    for index, points in at.items()
+                ]
+                for at in self._groups(sizes, _CAPTURED_BYTES // min(step, len(positions)))
+            ]
+        return requests
+
+    def _groups(self, sizes: Mapping[str, int], most: int) -> list[dict[int, list[str]]]:
+        """Return groups of points by pattern, since one operation may name a place by one name only."""
+        groups: list[dict[int, list[str]]] = []
+        left = 0
+        for (index, _), point in self._grid.points.items():
+            if not groups or sizes[point] > left:
+                groups.append({})
+                left = most
+            groups[-1].setdefault(index, []).append(point)
+            left -= sizes[point]
+        return groups
 
     def bytes_of(self, cell: Cell, prompt: SweptPrompt) -> int:
         if not isinstance(self._wanted, PatchSweep):

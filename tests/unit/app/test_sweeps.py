@@ -182,8 +182,31 @@ def test_a_patch_of_one_head_leaves_the_others_as_they_are() -> None:
     written = np.frombuffer(patch.values.raw, "<f4")
     assert written.tolist() == [-1.0] * 8 + [8.0, 9.0, 10.0, 11.0]
     assert writes.num_bytes([prompt]) == 2 * 12 * 4
-    both = [writes.captures(prompt, is_changed=one)[0] for one in (False, True)]
+    both = [writes.captures(prompt, is_changed=one)[0][0] for one in (False, True)]
     assert all(one.where.positions == [1] for one in both if one.op == "capture")
+
+
+def test_large_captures_are_split_into_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = ["layers.{layer}.output", "layers.{layer}.input"]
+    wanted = parsed(PATCH, points=several, layers=[0, 1], positions="all")
+    prompt = SweptPrompt([0, 1, 2], [3, 4, 5], [3, 4, 5], ["d", "e", "f"])
+    writes = CellWrites(wanted, grid_of(wanted, MODEL, [3]))
+    row = 8 * 4
+
+    def split(num_rows: int) -> list[list[tuple[Any, ...]]]:
+        monkeypatch.setattr("app.services.sweeps.writes._CAPTURED_BYTES", num_rows * row)
+        asked: Any = writes.captures(prompt, is_changed=False)
+        return [[(one.name, one.at, one.where.positions) for one in captures] for captures in asked]
+
+    outputs, inputs = [[f"layers.{layer}.{name}" for layer in (0, 1)] for name in ("output", "input")]
+    every = [0, 1, 2]
+    assert split(12) == [[("rows0", outputs, every), ("rows1", inputs, every)]]
+    assert split(9) == [
+        [("rows0", outputs, every), ("rows1", inputs[:1], every)], [("rows1", inputs[1:], every)],
+    ]  # fmt: skip
+    assert [at for captures in split(2) for _, (at,), _ in captures] == [*outputs, *inputs] * 2
+    assert [positions for captures in split(2) for *_, positions in captures] == [[0, 1]] * 4 + [[2]] * 4
+    assert writes.captures(prompt, is_changed=True) == [[]]
 
 
 def test_a_control_is_random_as_long_as_the_vector_and_the_same_for_a_seed() -> None:
