@@ -173,6 +173,28 @@ async def test_a_cell_that_fails_is_nan_and_says_why(serve: Serve, monkeypatch: 
         }  # fmt: skip
 
 
+async def test_a_batch_without_room_is_tried_again(
+    serve: Serve, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.services.sweeps.run._PAUSES_S", (0.0, 0.0))
+    async with serve() as server:
+        plain, num_failures = type(server.engine).completions, 0
+
+        async def full(*given: Any, **more: Any) -> Any:
+            nonlocal num_failures
+            if num_failures:
+                num_failures -= 1
+                raise ApiError(ErrorCode.ENGINE_CAPTURE_FULL, "full")
+            return await plain(*given, **more)
+
+        monkeypatch.setattr(type(server.engine), "completions", full)
+        num_failures = 2
+        found = (await sweep(server, **STEER)).json()
+        assert (found["num_failed"], num_failures) == (0, 0)
+        num_failures = 1000
+        error_of(await sweep(server, **STEER), 503, "engine_capture_full")
+
+
 async def test_a_client_that_leaves_ends_its_sweep(serve: Serve) -> None:
     async with serve(FakeBehaviour(delay_s=0.2)) as server:
         with pytest.raises(TimeoutError):

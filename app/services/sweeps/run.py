@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -64,9 +64,10 @@ _MAX_TOKENS: Final = 2**31
 _LARGEST: Final = float(np.finfo(np.float32).max)
 _CELL_ERRORS: Final = {
     ErrorCode.NOT_FINITE, ErrorCode.INTERVENTION_FAILED, ErrorCode.PROMPT_WAS_CHUNKED,
-    ErrorCode.ENGINE_CAPTURE_FULL,
 }  # fmt: skip
-"""Errors of one cell's numbers, or of the moment; others are mistakes of the request."""
+"""Errors of one cell; others are mistakes of the request."""
+_PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0)
+"""Before each further attempt while the server has no room for results."""
 _FIELDS: Final = {
     "vector": "vector", "units": "heads", "where": "positions", "scale": "strengths",
     "changes": "features", "dictionary": "dictionary",
@@ -217,7 +218,10 @@ class SweepWork:
             for name, side in zip(("values", "control"), values, strict=False)
         }
         settings, path = self._context.settings, str(scope.get("root_path", ""))
-        found = await tensors_json(tensors, self._context.store, context_of(scope), settings, base_path=path)
+        store, work = self._context.store, context_of(scope)
+        found = await _once_there_is_room(
+            lambda: tensors_json(tensors, store, work, settings, base_path=path)
+        )
         return Sweep(
             model=self._model,
             method=self._wanted.method,
@@ -320,7 +324,8 @@ class SweepWork:
             body["prompt_logprobs"] = 0
         isolate_cache(body, self._caller)
         operations = (*operations, *self._metric)
-        reply = await self._context.engine.completions(body, operations, self._http, inline=True)
+        engine, http = self._context.engine, self._http
+        reply = await _once_there_is_room(lambda: engine.completions({**body}, operations, http, inline=True))
         choices: list[JsonObject] = (reply.body or {})["choices"]
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
@@ -333,6 +338,18 @@ class SweepWork:
         if isinstance(self._wanted.metric, KlMetric):
             return math.nan if prompt.unsteered is None else divergence(prompt.unsteered, reading)
         return float(reading)
+
+
+async def _once_there_is_room(make: Callable[[], Awaitable[T]]) -> T:
+    """Try again after pauses while there is no room for results, a shortage of the moment."""
+    for pause_s in _PAUSES_S:
+        try:
+            return await make()
+        except ApiError as error:
+            if error.code != ErrorCode.ENGINE_CAPTURE_FULL:
+                raise
+        await asyncio.sleep(pause_s)
+    return await make()
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
