@@ -93,6 +93,11 @@ async def test_a_stream_reports_progress(server: Server, error_of: ErrorCheck) -
     assert (sorted(set(done)), done[0], done[-1]) == (done, 64, 240)
     assert progress[-1]["seconds_left"] == 0
     assert (last["type"], last["sweep"]["dims"]) == ("sweep", ["prompt", "layer", "position"])
+    assert last.keys() == {"type", "sweep"}
+    whole = (await sweep(server, **{**STEER, "prompts": [{"clean": "one two"}]})).json()
+    assert (whole["baselines"][0]["corrupted"], whole["control"]) == (None, None)
+    streamed = await sweep(server, **{**STEER, "prompts": [{"clean": "one two"}], "stream": True})
+    assert frames(streamed.text)[-1]["sweep"] == whole
     error_of(await sweep(server, stream=True, layers="9"), 400, "unknown_layer")
 
 
