@@ -77,7 +77,11 @@ async def continuation_of(engine: EngineClient, wanted: AnySweep, http: Request)
     except ApiError:  # of tokenizers that put nothing there
         return ids
     before = [one["id"] for one in (reply.body or {})["tokens"]]
-    return ids[len(before) :] if ids[: len(before)] == before else ids
+    own = ids[len(before) :] if ids[: len(before)] == before else ids
+    if not own:
+        message = f"`{param}` needs a token besides those that the tokenizer puts before every text."
+        raise ApiError(ErrorCode.INVALID_VALUE, message, param)
+    return own
 
 
 async def _tokens(
