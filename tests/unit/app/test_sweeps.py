@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from api_schemas.errors import ApiError
+from api_schemas.generation import TokenizePrompt, TokenizeRequest
 from api_schemas.server import Capabilities
 from api_schemas.sweeps import AnySweep, SweepRequest
 from api_schemas.tensors import TensorObject
+from app.engine.client import EngineReply
 from app.http.errors import validated
 from app.services.sweeps.grid import grid_of
 from app.services.sweeps.metrics import divergence, metric_operation, perplexity, reading_of
-from app.services.sweeps.prompts import SweptPrompt
+from app.services.sweeps.prompts import SweptPrompt, continuation_of
 from app.services.sweeps.writes import Cell, CellWrites, random_like
 from tests.fakes.results import CAPABILITIES
 
@@ -159,6 +161,16 @@ def test_what_a_method_may_not_say(body: dict[str, Any], more: dict[str, Any]) -
         parsed(body, **more)
 
 
+@pytest.mark.parametrize("body", [ABLATE, STEER, FEATURE], ids=lambda body: body["method"])
+@pytest.mark.parametrize("field", ["positions", "tokens"])
+def test_where_is_bounded(body: dict[str, Any], field: str) -> None:
+    for part, param in ((lambda one: one, "where"), (lambda one: {"exclude": one}, "where.exclude")):
+        parsed(body, where=part({field: [*range(1024)]}))
+        with pytest.raises(ApiError) as caught:
+            parsed(body, where=part({field: [*range(1025)]}))
+        assert (caught.value.code, caught.value.param) == ("invalid_value", f"{param}.{field}")
+
+
 def test_prompts_are_text_and_images_are_refused() -> None:
     chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     parsed(ABLATE, prompts=[{"clean": chat}, {"clean": [1, 2]}, {"clean": "a"}])
@@ -230,6 +242,23 @@ def test_a_control_is_random_as_long_as_the_vector_and_the_same_for_a_seed() -> 
 )
 def test_a_metric_is_read_at_the_last_position(result: dict[str, Any], found: float) -> None:
     assert float(reading_of(result)) == pytest.approx(found, nan_ok=True)
+
+
+async def test_a_continuation_needs_a_token_of_its_own() -> None:
+    class Tokenizer:
+        async def tokenize(self, wanted: TokenizeRequest, _: object) -> EngineReply:
+            assert isinstance(wanted.root, TokenizePrompt)
+            tokens = [{"id": index, "text": text} for index, text in enumerate(("<s>", *wanted.root.prompt))]
+            return EngineReply(body={"tokens": tokens if wanted.root.prompt != "\u200b" else tokens[:1]})
+
+    engine: Any = Tokenizer()
+    http: Any = None
+    found = parsed(ABLATE, metric={"type": "perplexity", "continuation": "ab"})
+    assert await continuation_of(engine, found, http) == [1, 2]
+    nothing = parsed(ABLATE, metric={"type": "perplexity", "continuation": "\u200b"})
+    with pytest.raises(ApiError) as caught:
+        await continuation_of(engine, nothing, http)
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "metric.continuation")
 
 
 def test_divergence_and_perplexity() -> None:
