@@ -143,6 +143,24 @@ async def test_what_is_refused_names_its_field_and_leaves_nothing_running(
     assert server.engine.num_running == 0
 
 
+async def test_a_refused_where_is_named_as_it_was_sent(
+    server: Server, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = type(server.engine).completions
+
+    async def refusing(engine: Any, body: Any, operations: Any, http: Any, **more: Any) -> Any:
+        if operations[0].op == "steer":
+            raise ApiError(ErrorCode.POSITION_OUT_OF_RANGE, "beyond", "interventions.0.where.positions.1")
+        return await plain(engine, body, operations, http, **more)
+
+    monkeypatch.setattr(type(server.engine), "completions", refusing)
+    where: dict[str, Any] = {"where": {"positions": [0, 9]}}
+    for more, param in ((where, "where.positions.1"), ({"positions": [0]}, "positions")):
+        answer = await sweep(server, **{**STEER, **more})
+        error_of(answer, 400, "position_out_of_range")
+        assert answer.json()["error"]["param"] == param
+
+
 async def test_a_sweep_has_so_many_cells_and_bytes(serve: Serve, error_of: ErrorCheck) -> None:
     async with serve(max_sweep_cells=11, max_sweep_bytes=4 * 3 * 8 * 4 - 1) as server:
         assert "4 layers × 3 positions" in error_of(await sweep(server), 400, "invalid_value")

@@ -188,7 +188,7 @@ class SweepWork:
         try:
             found: Any = await with_values(operations, self._http, self._context, self._caller)
         except ApiError as error:
-            raise _placed(error, len(named)) from error
+            raise self._placed(error, len(named)) from error
         self._metric = found[len(named) :]
         self._writes.resolve(found[: len(named)])
 
@@ -258,7 +258,7 @@ class SweepWork:
                 try:
                     (choice,) = await self._choices([ids], captures)
                 except ApiError as error:
-                    raise _placed(error, len(captures)) from error
+                    raise self._placed(error, len(captures)) from error
                 readings.append(self._reading(choice, len(ids)))
                 for point, found in (await asyncio.to_thread(_rows_of, choice) if captures else {}).items():
                     rows.setdefault(point, {}).update(found)
@@ -294,7 +294,7 @@ class SweepWork:
             choices = await self._choices([prompt.changed for prompt in prompts], own)
         except ApiError as error:
             if error.code not in _CELL_ERRORS:
-                raise _placed(error, len(own)) from error
+                raise self._placed(error, len(own)) from error
             if len(cells) > 1:  # the engine refuses a request as a whole
                 return [score for cell in cells for score in await self._scores([cell])]
             return [self._failing(cells[0], error.code, error.message)]
@@ -339,6 +339,21 @@ class SweepWork:
             return math.nan if prompt.unsteered is None else divergence(prompt.unsteered, reading)
         return float(reading)
 
+    def _placed(self, error: ApiError, num_writes: int) -> ApiError:
+        """Return an error of an operation as one of the field of the sweep that it comes from."""
+        head, _, path = (error.param or "").partition(".")
+        number, _, rest = path.partition(".")
+        if head != FIELD or not number.isdecimal():
+            return error
+        field = rest.partition(".")[0]
+        if int(number) >= num_writes:
+            param = ".".join(filter(None, ["metric", _METRIC_FIELDS.get(rest, rest)]))
+        elif field == "where" and "where" in self._wanted.model_fields_set:
+            param = rest
+        else:
+            param = _FIELDS.get(field, "points")
+        return ApiError(error.code, f"`{param}`: {error.message}", param)
+
 
 async def _once_there_is_room(make: Callable[[], Awaitable[T]]) -> T:
     """Try again after pauses while there is no room for results, a shortage of the moment."""
@@ -371,16 +386,3 @@ def _rows_of(choice: JsonObject) -> Rows:
             values = array_of(tensor).reshape(len(positions), -1)
             rows[point] = dict(zip(positions, values, strict=True))
     return rows
-
-
-def _placed(error: ApiError, num_writes: int) -> ApiError:
-    """Return an error of an operation as one of the field of the sweep that it comes from."""
-    head, _, path = (error.param or "").partition(".")
-    number, _, rest = path.partition(".")
-    if head != FIELD or not number.isdecimal():
-        return error
-    if int(number) >= num_writes:
-        param = ".".join(filter(None, ["metric", _METRIC_FIELDS.get(rest, rest)]))
-    else:
-        param = _FIELDS.get(rest.partition(".")[0], "points")
-    return ApiError(error.code, f"`{param}`: {error.message}", param)
