@@ -143,6 +143,12 @@ async def test_what_is_refused_names_its_field_and_leaves_nothing_running(
     assert server.engine.num_running == 0
 
 
+async def test_an_unknown_model_is_refused_before_the_queue(server: Server, error_of: ErrorCheck) -> None:
+    num_calls = server.engine.num_calls
+    error_of(await sweep(server, model="other"), 404, "model_not_found")
+    assert server.engine.num_calls == num_calls
+
+
 async def test_a_refused_where_is_named_as_it_was_sent(
     server: Server, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
 
-from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.interventions import FIELD, Operation
 from api_schemas.sweeps import (
     MAX_FAILED_SHOWN,
@@ -139,8 +139,15 @@ class SweepWork:
         )
 
     def check(self) -> None:
-        """Raise ApiError ``invalid_value`` beyond the limits of a sweep or of the model's context."""
+        """Raise ApiError for an unknown model, or beyond the limits of a sweep or of the model's context."""
         bounds, sizes = self._context.settings.bounds, self._context.engine.capabilities().sizes
+        served = self._context.engine.served()
+        if self._model not in (*served.names, *served.adapters):
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"The model {clip(self._model)!r} does not exist; GET /v1/models lists the names.",
+                "model",
+            )
         if self._total > bounds.max_sweep_cells:
             axes = " × ".join(f"{len(labels)} {name}s" for name, labels in self._grid.axes.items())
             control = " × 2 with the control" if len(self._sides) > 1 else ""
