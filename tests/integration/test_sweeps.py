@@ -13,6 +13,8 @@ import pytest
 
 from api_schemas.administration import Scope
 from api_schemas.errors import ApiError, ErrorCode
+from app.admission.estimates import Estimate
+from app.admission.rates import Admitted
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
@@ -241,6 +243,24 @@ async def test_two_run_at_a_time_and_others_wait(serve: Serve, error_of: ErrorCh
         answers = await asyncio.gather(*(sweep(server) for _ in range(4)))
         assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429]
         error_of(next(one for one in answers if one.status_code == 429), 429, "queue_full")
+
+
+async def test_tokens_are_reserved_when_the_turn_comes(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plain, num_calls = tenants.server.engine, Admitted.reserve, list[int]()
+    headers = await tenants.headers("acme", Scope.COMPLETIONS, Scope.INTERVENTIONS)
+
+    async def noted(admitted: Admitted, estimate: Estimate) -> None:
+        num_calls.append(engine.num_calls - begun)
+        await plain(admitted, estimate)
+
+    monkeypatch.setattr(Admitted, "reserve", noted)
+    monkeypatch.setattr(engine.behaviour, "delay_s", 0.05)
+    begun = engine.num_calls
+    answers = await asyncio.gather(*(sweep(tenants.server, headers) for _ in range(2)))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert num_calls == [0, 3]  # a tenant has one turn at a time, and a sweep three requests here
 
 
 async def test_scopes_names_of_the_tenant_and_quotas(tenants: Tenants, error_of: ErrorCheck) -> None:

@@ -90,10 +90,13 @@ async def run_sweep(
     work.continuation = await continuation_of(context.engine, wanted, quiet)
     work.check()
     admitted = context_of(http.scope).admitted
+    estimate = Estimate(min(work.num_tokens, _MAX_TOKENS), 0)
     if admitted is not None:
-        await admitted.reserve(Estimate(min(work.num_tokens, _MAX_TOKENS), 0))
+        admitted.check_alone(estimate)
     await work.resolve()
     async with context.sweeps.request(caller.tenant):
+        if admitted is not None:  # not before its turn, so that the tokens count when it runs
+            await admitted.reserve(estimate)
         return await work.result(report)
 
 
