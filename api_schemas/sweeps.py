@@ -33,6 +33,8 @@ MAX_SWEEP_PROMPTS: Final = 64
 MAX_SWEEP_POINTS: Final = 16
 MAX_AXIS: Final = 4096
 """Labels of one axis."""
+MAX_WHERE: Final = 1024
+"""Positions or tokens of `where`, which every cell resolves."""
 MAX_FAILED_SHOWN: Final = 100
 LAYER: Final = "{layer}"
 """Stands for each layer in a point's name."""
@@ -195,7 +197,9 @@ class _PointSweep(_Sweep):
 
 class _WhereSweep(_Sweep):
     where: Where = Field(
-        default=Where(), description="The positions of every cell, instead of an axis; all by default."
+        default=Where(),
+        description="The positions of every cell, instead of an axis; all by default. It names at most "
+        f"{MAX_WHERE} positions and tokens each.",
     )
 
     @model_validator(mode="after")
@@ -206,6 +210,15 @@ class _WhereSweep(_Sweep):
                 "with an axis of `positions` each cell has one of them; leave `where` out",
                 "where",
             )
+        for name, part in (("where", self.where), ("where.exclude", self.where.exclude)):
+            for field in ("positions", "tokens"):
+                number = len(getattr(part, field, None) or ())
+                if number > MAX_WHERE:
+                    raise field_error(
+                        ErrorCode.INVALID_VALUE,
+                        f"a sweep names at most {MAX_WHERE} {field}, got {number}",
+                        f"{name}.{field}",
+                    )
         return self
 
 

@@ -58,9 +58,11 @@ class TensorObject(Strict):
     _raw: bytes | None = PrivateAttr(default=None)
 
     @classmethod
-    def from_bytes(cls, dtype: Dtype, shape: list[int], data: bytes) -> TensorObject:
-        """Wrap bytes of known dtype and shape, without checks."""
-        text = base64.b64encode(data).decode("ascii")
+    def from_bytes(
+        cls, dtype: Dtype, shape: list[int], data: bytes, *, with_text: bool = True
+    ) -> TensorObject:
+        """Wrap bytes of known dtype and shape, without checks; the server itself needs no text."""
+        text = base64.b64encode(data).decode("ascii") if with_text else ""
         tensor = cls.model_construct(dtype=dtype, shape=shape, data=text, encoding="base64")
         tensor._raw = data  # noqa: SLF001, it is our own
         return tensor

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.settings import Settings, misspelt_variable
+from app.settings import Settings, misspelt_variable, removed_variable
 
 
 class CommandError(Exception):
@@ -14,6 +14,9 @@ class CommandError(Exception):
 
 def read_settings(options: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings of the environment, overridden by ``options``; CommandError if one is wrong."""
+    removed = removed_variable()
+    if removed is not None:
+        raise CommandError(f"{removed} is gone: it is a constant now (decision 64); remove the variable")
     misspelt = misspelt_variable()
     if misspelt is not None:
         name, setting = misspelt

@@ -427,6 +427,26 @@ def otlp_traces_endpoint(settings: Settings) -> str:
     return f"{endpoint.rstrip('/')}/v1/traces"
 
 
+_REMOVED: Final = frozenset(
+    {
+        "COMPRESS_RESULTS", "ENGINE_RESTART_DELAY_S", "FAIR_STEP", "GRAMMAR_COMPILE_BYTES",
+        "GRAMMAR_COMPILE_S", "INLINE_JSON_BYTES", "MAX_CHOICES", "MAX_FIELD_OBJECTS",
+        "MAX_FIELD_VALUES", "MAX_GRAMMAR_ALTERNATIVES", "MAX_GRAMMAR_BYTES", "MAX_GRAMMAR_NESTING",
+        "MAX_GRAMMAR_REPEATS", "MAX_JSON_DEPTH", "MAX_OPERATIONS", "MAX_PROMPT_IDS",
+        "MAX_QUEUED_TRAININGS", "MAX_STEP_WORK", "MAX_TENSOR_BYTES", "MAX_TRACE_REQUESTS",
+        "MAX_TRAINING_BYTES", "MAX_TRAINING_PROMPTS", "PRESET_STORE_BYTES", "SANDBOX_CPU_S",
+        "SANDBOX_WAIT_S", "VECTOR_CACHE_BYTES",
+    }
+)  # fmt: skip
+"""Settings that became constants (docs/decisions/0064)."""
+
+
+def removed_variable() -> str | None:
+    """Return an environment variable of a setting that no longer exists; None if there is none."""
+    prefix = Settings.model_config["env_prefix"]
+    return min((name for one in _REMOVED if (name := f"{prefix}{one}") in os.environ), default=None)
+
+
 def misspelt_variable() -> tuple[str, str] | None:
     """Return an environment variable that is no setting, and the similar name of one; None if all are.
 

@@ -97,6 +97,11 @@ class Admitted:
         """Raise ThrottledError if a quota that the request is going to use is used up."""
         self.headers |= await self._rates.check(self._groups, *quotas)
 
+    def check_alone(self, estimate: Estimate) -> None:
+        """Raise ApiError ``request_beyond_limit`` if the request alone exceeds the tokens of a minute."""
+        for group, _, most in _limited(self._groups, [Quota.TOKENS]):
+            _check_alone(group, most, estimate)
+
     async def reserve(self, estimate: Estimate) -> None:
         """Reserve tokens; raise ApiError ``request_beyond_limit`` or ``rate_limit_exceeded``."""
         try:
@@ -198,14 +203,7 @@ class Rates:
         self, group: QuotaGroup, most: int, estimate: Estimate, reserved: list[Reservation]
     ) -> dict[str, str]:
         """Return OpenAI's headers; adds to ``reserved``, also if this raises ThrottledError afterwards."""
-        if estimate.stated > most:
-            raise ApiError(
-                ErrorCode.BEYOND_LIMIT,
-                f"{subject(group.name)} may use {most} tokens a minute, and this request asks for "
-                f"{estimate.stated} by itself: its prompts' and the most that it may generate. Send it with "
-                "fewer, or in parts.",
-                "max_tokens",
-            )
+        _check_alone(group, most, estimate)
         # Estimates may be wrong, so they never exceed the quota of an unused minute.
         amount = min(estimate.stated + estimate.guessed, most)
         reservation, used = await self.counts.reserve(_name(group, Quota.TOKENS), amount)
@@ -324,6 +322,17 @@ def _limited(
             most = quota.most(group.limits)
             if most is not None:
                 yield group, quota, most
+
+
+def _check_alone(group: QuotaGroup, most: int, estimate: Estimate) -> None:
+    if estimate.stated > most:
+        raise ApiError(
+            ErrorCode.BEYOND_LIMIT,
+            f"{subject(group.name)} may use {most} tokens a minute, and this request asks for "
+            f"{estimate.stated} by itself: its prompts' and the most that it may generate. Send it with "
+            "fewer, or in parts.",
+            "max_tokens",
+        )
 
 
 def _name(group: QuotaGroup, quota: Quota) -> str:

@@ -54,7 +54,9 @@ async def progress_events(
 
 
 def _frame(event: BaseModel) -> str:
-    return f"data: {event.model_dump_json(exclude_none=True)}\n\n"
+    # Without the event's own nulls, but with those of the result in it.
+    given = {name for name in type(event).model_fields if getattr(event, name) is not None}
+    return f"data: {event.model_dump_json(include=given)}\n\n"
 
 
 WantedT = TypeVar("WantedT", bound=LabelledPrompts)

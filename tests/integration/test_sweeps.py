@@ -13,6 +13,8 @@ import pytest
 
 from api_schemas.administration import Scope
 from api_schemas.errors import ApiError, ErrorCode
+from app.admission.estimates import Estimate
+from app.admission.rates import Admitted
 from tests.fakes.engine import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
@@ -62,6 +64,15 @@ async def test_points_of_other_names_for_one_place(server: Server) -> None:
     assert (found["dims"], found["values"]["shape"]) == (["position"], [3])
 
 
+async def test_large_captures_are_several_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = (await sweep(server)).json()
+    num_calls = server.engine.num_calls
+    monkeypatch.setattr("app.services.sweeps.writes._CAPTURED_BYTES", 2 * 8 * 4)
+    assert (await sweep(server)).json() == whole
+    # One for each of four layers at two positions, then at the third; one of the other prompt; one batch.
+    assert server.engine.num_calls == num_calls + 8 + 2
+
+
 async def test_a_control_and_every_metric(server: Server) -> None:
     found = (await sweep(server, **STEER, control=True)).json()
     assert (found["dims"], found["values"]["shape"], found["control"]["shape"]) == (
@@ -84,6 +95,11 @@ async def test_a_stream_reports_progress(server: Server, error_of: ErrorCheck) -
     assert (sorted(set(done)), done[0], done[-1]) == (done, 64, 240)
     assert progress[-1]["seconds_left"] == 0
     assert (last["type"], last["sweep"]["dims"]) == ("sweep", ["prompt", "layer", "position"])
+    assert last.keys() == {"type", "sweep"}
+    whole = (await sweep(server, **{**STEER, "prompts": [{"clean": "one two"}]})).json()
+    assert (whole["baselines"][0]["corrupted"], whole["control"]) == (None, None)
+    streamed = await sweep(server, **{**STEER, "prompts": [{"clean": "one two"}], "stream": True})
+    assert frames(streamed.text)[-1]["sweep"] == whole
     error_of(await sweep(server, stream=True, layers="9"), 400, "unknown_layer")
 
 
@@ -104,6 +120,12 @@ REFUSED: Final[list[tuple[dict[str, Any], int, str, str | None]]] = [
     ({"heads": "all"}, 400, "unsupported_at_point", "heads"),
     ({"positions": [5]}, 400, "position_out_of_range", "positions.0"),
     ({"metric": {"type": "detector", "detector": "none"}}, 400, "unknown_detector", "metric.detector"),
+    (
+        {"metric": {"type": "probe", "at": "layers.*.output", "weights": [1.0] * 8}},
+        400,
+        "invalid_value",
+        "metric.at",
+    ),
     ({**STEER, "vector": "none"}, 400, "unknown_vector", "vector"),
     ({"model": "other"}, 404, "model_not_found", "model"),
     ({"method": "magic"}, 422, "invalid_shape", None),
@@ -123,6 +145,30 @@ async def test_what_is_refused_names_its_field_and_leaves_nothing_running(
     assert server.engine.num_running == 0
 
 
+async def test_an_unknown_model_is_refused_before_the_queue(server: Server, error_of: ErrorCheck) -> None:
+    num_calls = server.engine.num_calls
+    error_of(await sweep(server, model="other"), 404, "model_not_found")
+    assert server.engine.num_calls == num_calls
+
+
+async def test_a_refused_where_is_named_as_it_was_sent(
+    server: Server, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = type(server.engine).completions
+
+    async def refusing(engine: Any, body: Any, operations: Any, http: Any, **more: Any) -> Any:
+        if operations[0].op == "steer":
+            raise ApiError(ErrorCode.POSITION_OUT_OF_RANGE, "beyond", "interventions.0.where.positions.1")
+        return await plain(engine, body, operations, http, **more)
+
+    monkeypatch.setattr(type(server.engine), "completions", refusing)
+    where: dict[str, Any] = {"where": {"positions": [0, 9]}}
+    for more, param in ((where, "where.positions.1"), ({"positions": [0]}, "positions")):
+        answer = await sweep(server, **{**STEER, **more})
+        error_of(answer, 400, "position_out_of_range")
+        assert answer.json()["error"]["param"] == param
+
+
 async def test_a_sweep_has_so_many_cells_and_bytes(serve: Serve, error_of: ErrorCheck) -> None:
     async with serve(max_sweep_cells=11, max_sweep_bytes=4 * 3 * 8 * 4 - 1) as server:
         assert "4 layers × 3 positions" in error_of(await sweep(server), 400, "invalid_value")
@@ -131,6 +177,12 @@ async def test_a_sweep_has_so_many_cells_and_bytes(serve: Serve, error_of: Error
         assert (await sweep(server, positions=[0, 1])).status_code == 200
         control = {**STEER, "layers": [0, 1, 2], "control": True}
         error_of(await sweep(server, **control), 400, "invalid_value")
+
+
+async def test_a_cell_writes_no_more_than_a_request_may(serve: Serve, error_of: ErrorCheck) -> None:
+    async with serve(max_tensor_bytes=3 * 8 * 4 - 1) as server:
+        error_of(await sweep(server, positions=None), 400, "tensor_too_large")
+        assert (await sweep(server)).status_code == 200
 
 
 async def test_a_cell_that_fails_is_nan_and_says_why(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +204,28 @@ async def test_a_cell_that_fails_is_nan_and_says_why(serve: Serve, monkeypatch: 
         }  # fmt: skip
 
 
+async def test_a_batch_without_room_is_tried_again(
+    serve: Serve, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.services.sweeps.run._PAUSES_S", (0.0, 0.0))
+    async with serve() as server:
+        plain, num_failures = type(server.engine).completions, 0
+
+        async def full(*given: Any, **more: Any) -> Any:
+            nonlocal num_failures
+            if num_failures:
+                num_failures -= 1
+                raise ApiError(ErrorCode.ENGINE_CAPTURE_FULL, "full")
+            return await plain(*given, **more)
+
+        monkeypatch.setattr(type(server.engine), "completions", full)
+        num_failures = 2
+        found = (await sweep(server, **STEER)).json()
+        assert (found["num_failed"], num_failures) == (0, 0)
+        num_failures = 1000
+        error_of(await sweep(server, **STEER), 503, "engine_capture_full")
+
+
 async def test_a_client_that_leaves_ends_its_sweep(serve: Serve) -> None:
     async with serve(FakeBehaviour(delay_s=0.2)) as server:
         with pytest.raises(TimeoutError):
@@ -169,6 +243,24 @@ async def test_two_run_at_a_time_and_others_wait(serve: Serve, error_of: ErrorCh
         answers = await asyncio.gather(*(sweep(server) for _ in range(4)))
         assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429]
         error_of(next(one for one in answers if one.status_code == 429), 429, "queue_full")
+
+
+async def test_tokens_are_reserved_when_the_turn_comes(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plain, num_calls = tenants.server.engine, Admitted.reserve, list[int]()
+    headers = await tenants.headers("acme", Scope.COMPLETIONS, Scope.INTERVENTIONS)
+
+    async def noted(admitted: Admitted, estimate: Estimate) -> None:
+        num_calls.append(engine.num_calls - begun)
+        await plain(admitted, estimate)
+
+    monkeypatch.setattr(Admitted, "reserve", noted)
+    monkeypatch.setattr(engine.behaviour, "delay_s", 0.05)
+    begun = engine.num_calls
+    answers = await asyncio.gather(*(sweep(tenants.server, headers) for _ in range(2)))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert num_calls == [0, 3]  # a tenant has one turn at a time, and a sweep three requests here
 
 
 async def test_scopes_names_of_the_tenant_and_quotas(tenants: Tenants, error_of: ErrorCheck) -> None:

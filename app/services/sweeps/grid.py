@@ -12,7 +12,15 @@ import numpy as np
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.points import PointPattern, point_name
 from api_schemas.server import Capabilities, PointCapability
-from api_schemas.sweeps import LAYER, AblateSweep, AnySweep, FeatureSweep, PatchSweep, SteerSweep
+from api_schemas.sweeps import (
+    LAYER,
+    AblateSweep,
+    AnySweep,
+    FeatureSweep,
+    PatchSweep,
+    ProbeMetric,
+    SteerSweep,
+)
 from app.catalog.training import layers_of
 
 Label = int | float | str
@@ -24,11 +32,7 @@ _AFTER: Final = {"norm.output", "logits", "samples"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """The axes of a sweep with their labels, all of them; cells are in the order of the last axis first.
-
-    ``points`` has the name of each by its indexes on the axes of points and of layers, ``shapes`` the shape
-    of one position's value by that name.
-    """
+    """The axes of a sweep with their labels, all of them; cells are in the order of the last axis first."""
 
     axes: dict[str, list[Label]]
     points: dict[tuple[int, int], str]
@@ -44,54 +48,63 @@ class Grid:
 
     @property
     def dims(self) -> list[str]:
-        """The axes of the result: those of one prompt or one point are left out."""
         return [name for name, labels in self.axes.items() if self._is_shown(name, labels)]
 
     def cells(self) -> Iterator[dict[str, int]]:
-        """Yield each cell as the index of its label by axis."""
         for index in np.ndindex(*self.shape):
             yield dict(zip(self.axes, index, strict=True))
 
     def point_of(self, cell: Mapping[str, int]) -> str:
-        """Return the name of the point that a cell changes."""
         return self.points[cell["point"], cell.get("layer", 0)]
 
     def _is_shown(self, name: str, labels: list[Label]) -> bool:
         return name not in _SHOWN_IF_SEVERAL or len(labels) > 1
 
 
-def grid_of(sweep: AnySweep, capabilities: Capabilities, lengths: Sequence[int]) -> Grid:
+def grid_of(wanted: AnySweep, capabilities: Capabilities, lengths: Sequence[int]) -> Grid:
     """Return the axes of a sweep over prompts of these lengths; raises ApiError for what does not exist."""
     axes: dict[str, list[Label]] = {"prompt": list(range(len(lengths)))}
     points: dict[tuple[int, int], str] = {}
     shapes: dict[str, list[int]] = {}
-    if not isinstance(sweep, FeatureSweep):
-        layers = _layers(sweep, capabilities)
-        axes["point"] = list(sweep.points)
+    if isinstance(wanted.metric, ProbeMetric):
+        _check_one_point(wanted.metric.at, capabilities.sizes.num_layers, "metric.at")
+    if not isinstance(wanted, FeatureSweep):
+        layers = _layers(wanted, capabilities)
+        axes["point"] = list(wanted.points)
         if layers is not None:
             axes["layer"] = [*layers]
-        for index, name in enumerate(sweep.points):
-            for layer_index, layer in enumerate(layers or [0]):
-                pattern = name.replace(LAYER, str(layer))
-                point, capability = _known(pattern, sweep.method, capabilities, f"points.{index}")
-                points[index, layer_index], shapes[point] = point, capability.shape
-    if isinstance(sweep, PatchSweep | AblateSweep) and sweep.heads is not None:
-        axes["head"] = _heads(sweep.heads, shapes)
-    if sweep.positions is not None:
-        axes["position"] = _positions(sweep.positions, lengths)
-    if isinstance(sweep, SteerSweep):
-        axes["strength"] = [*sweep.strengths]
-    if isinstance(sweep, FeatureSweep):
-        axes |= {"feature": [*sweep.features], "value": [*sweep.values]}
+        for index, name in enumerate(wanted.points):
+            for at, layer in enumerate(layers or [0]):
+                given = name.replace(LAYER, str(layer))
+                point, known = _known(given, wanted.method, capabilities, f"points.{index}")
+                points[index, at], shapes[point] = point, known.shape
+    if isinstance(wanted, PatchSweep | AblateSweep) and wanted.heads is not None:
+        axes["head"] = _heads(wanted.heads, shapes)
+    if wanted.positions is not None:
+        axes["position"] = _positions(wanted.positions, lengths)
+    if isinstance(wanted, SteerSweep):
+        axes["strength"] = [*wanted.strengths]
+    if isinstance(wanted, FeatureSweep):
+        axes |= {"feature": [*wanted.features], "value": [*wanted.values]}
     return Grid(axes, points, shapes)
 
 
-def _layers(sweep: PatchSweep | AblateSweep | SteerSweep, capabilities: Capabilities) -> list[int] | None:
-    """Return the layers of the axis; None for points that are in no layer."""
-    without = [name for name in sweep.points if LAYER not in name]
+def _check_one_point(point: str, num_layers: int, param: str) -> None:
+    found = PointPattern.parse(point, param).resolve(num_layers, param)
+    if len(found) != 1:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"A metric is read at one point, such as layers.3.output; {point!r} is {len(found)} points.",
+            param,
+        )
+
+
+def _layers(wanted: PatchSweep | AblateSweep | SteerSweep, capabilities: Capabilities) -> list[int] | None:
+    """Return None for points that are in no layer."""
+    without = [name for name in wanted.points if LAYER not in name]
     if not without:
-        return layers_of(sweep.layers, capabilities.sizes.num_layers)
-    if len(without) < len(sweep.points) or "layers" in sweep.model_fields_set:
+        return layers_of(wanted.layers, capabilities.sizes.num_layers)
+    if len(without) < len(wanted.points) or "layers" in wanted.model_fields_set:
         raise ApiError(
             ErrorCode.UNSUPPORTED_COMBINATION,
             f"With an axis of layers every point has {LAYER}, such as layers.{LAYER}.output; got "
@@ -104,14 +117,14 @@ def _layers(sweep: PatchSweep | AblateSweep | SteerSweep, capabilities: Capabili
 def _known(point: str, method: str, capabilities: Capabilities, param: str) -> tuple[str, PointCapability]:
     """Return the one name that the point has in results, and what the model says of it."""
     pattern = PointPattern.parse(point, param)
-    resolved = pattern.resolve(capabilities.sizes.num_layers, param)
+    found = pattern.resolve(capabilities.sizes.num_layers, param)
     name = point_name(pattern.leaf)
     known = [
-        candidate
-        for candidate in capabilities.points
-        if candidate.name == name and (candidate.layers is None or resolved[0].layer in candidate.layers)
+        one
+        for one in capabilities.points
+        if one.name == name and (one.layers is None or found[0].layer in one.layers)
     ]
-    if len(resolved) != 1 or not known:
+    if len(found) != 1 or not known:
         raise ApiError(
             ErrorCode.UNKNOWN_POINT,
             f"This model has no single point {point!r}; GET /v1/capabilities lists its points.",
@@ -124,40 +137,39 @@ def _known(point: str, method: str, capabilities: Capabilities, param: str) -> t
             f"operation, and at embed.output; got {point!r}.",
             param,
         )
-    return str(resolved[0]), known[0]
+    return str(found[0]), known[0]
 
 
-def _heads(heads: list[int] | str, shapes: Mapping[str, list[int]]) -> list[Label]:
-    """Return the heads of the axis, all for a text; raises ApiError for points without heads."""
+def _heads(wanted: list[int] | str, shapes: Mapping[str, list[int]]) -> list[Label]:
     flat = next((point for point, shape in shapes.items() if len(shape) != len(("head", "width"))), None)
     if flat is not None:
         raise ApiError(ErrorCode.UNSUPPORTED_AT_POINT, f"{flat} has no axis of heads.", "heads")
-    num_heads = min(shape[0] for shape in shapes.values())
-    if isinstance(heads, str):
-        return list(range(num_heads))
-    beyond = next((index for index, head in enumerate(heads) if head >= num_heads), None)
+    most = min(shape[0] for shape in shapes.values())
+    if isinstance(wanted, str):
+        return list(range(most))
+    beyond = next((index for index, head in enumerate(wanted) if head >= most), None)
     if beyond is not None:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            f"A head here lies between 0 and {num_heads - 1}, got {heads[beyond]}.",
+            f"A head here lies between 0 and {most - 1}, got {wanted[beyond]}.",
             f"heads.{beyond}",
         )
-    return [*heads]
+    return [*wanted]
 
 
-def _positions(positions: list[int] | str, lengths: Sequence[int]) -> list[Label]:
+def _positions(wanted: list[int] | str, lengths: Sequence[int]) -> list[Label]:
     """Return absolute positions if all prompts have as many tokens, or else those that were given."""
     is_one_length = len(set(lengths)) == 1
-    if positions == "all" and not is_one_length:
+    if wanted == "all" and not is_one_length:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
             "`all` positions are an axis for prompts with the same number of tokens, and these have "
             f"{', '.join(map(str, sorted(set(lengths))))}; name positions.",
             "positions",
         )
-    if isinstance(positions, str):
-        positions = list(range(lengths[0])) if positions == "all" else [-1]
-    for index, position in enumerate(positions):
+    if isinstance(wanted, str):
+        wanted = list(range(lengths[0])) if wanted == "all" else [-1]
+    for index, position in enumerate(wanted):
         if not all(-length <= position < length for length in lengths):
             raise ApiError(
                 ErrorCode.POSITION_OUT_OF_RANGE,
@@ -166,8 +178,8 @@ def _positions(positions: list[int] | str, lengths: Sequence[int]) -> list[Label
                 f"positions.{index}",
             )
     if not is_one_length:
-        return [*positions]
-    absolute = [position % lengths[0] for position in positions]
+        return [*wanted]
+    absolute = [position % lengths[0] for position in wanted]
     if len(set(absolute)) < len(absolute):
         raise ApiError(ErrorCode.INVALID_VALUE, "A position may be named once.", "positions")
     return [*absolute]

@@ -40,17 +40,17 @@ class SweptPrompt:
     unsteered: Floats | None = None
 
 
-async def swept_prompt(engine: EngineClient, sweep: AnySweep, index: int, http: Request) -> SweptPrompt:
-    """Return a prompt of a sweep; raises ApiError ``invalid_value`` for two that cannot be patched."""
-    prompt, param = sweep.prompts[index], f"prompts.{index}"
+async def swept_prompt(engine: EngineClient, wanted: AnySweep, index: int, http: Request) -> SweptPrompt:
+    """Raise ApiError ``invalid_value`` for two prompts that cannot be patched."""
+    prompt, param = wanted.prompts[index], f"prompts.{index}"
     clean, tokens = await _tokens(engine, prompt.clean, http, f"{param}.clean")
     if prompt.corrupted is None:
-        if isinstance(sweep, PatchSweep):
+        if isinstance(wanted, PatchSweep):
             message = "`patch` needs two prompts, `clean` and `corrupted`."
             raise ApiError(ErrorCode.INVALID_VALUE, message, f"{param}.corrupted")
         return SweptPrompt(clean, None, clean, tokens)
-    corrupted, corrupted_tokens = await _tokens(engine, prompt.corrupted, http, f"{param}.corrupted")
-    if not isinstance(sweep, PatchSweep):
+    corrupted, others = await _tokens(engine, prompt.corrupted, http, f"{param}.corrupted")
+    if not isinstance(wanted, PatchSweep):
         return SweptPrompt(clean, corrupted, clean, tokens)
     if len(clean) != len(corrupted):
         raise ApiError(
@@ -59,40 +59,43 @@ async def swept_prompt(engine: EngineClient, sweep: AnySweep, index: int, http: 
             f"{len(clean)} and {len(corrupted)}; POST /v1/tokenize shows them.",
             f"{param}.corrupted",
         )
-    if sweep.direction == "corrupted_to_clean":
+    if wanted.direction == "corrupted_to_clean":
         return SweptPrompt(clean, corrupted, clean, tokens)
-    return SweptPrompt(clean, corrupted, corrupted, corrupted_tokens)
+    return SweptPrompt(clean, corrupted, corrupted, others)
 
 
-async def continuation_of(engine: EngineClient, sweep: AnySweep, http: Request) -> list[int]:
+async def continuation_of(engine: EngineClient, wanted: AnySweep, http: Request) -> list[int]:
     """Return the ids of a continuation, without those that the tokenizer puts before every text."""
-    if not isinstance(sweep.metric, PerplexityMetric):
+    if not isinstance(wanted.metric, PerplexityMetric):
         return []
-    continuation, param = sweep.metric.continuation, "metric.continuation"
-    ids, _ = await _tokens(engine, continuation, http, param)
-    if isinstance(continuation, list):
+    given, param = wanted.metric.continuation, "metric.continuation"
+    ids, _ = await _tokens(engine, given, http, param)
+    if isinstance(given, list):
         return ids
     try:
         reply = await engine.tokenize(TokenizeRequest(TokenizePrompt(prompt="")), http)
     except ApiError:  # of tokenizers that put nothing there
         return ids
-    prefix = [token["id"] for token in (reply.body or {})["tokens"]]
-    return ids[len(prefix) :] if ids[: len(prefix)] == prefix else ids
+    before = [one["id"] for one in (reply.body or {})["tokens"]]
+    own = ids[len(before) :] if ids[: len(before)] == before else ids
+    if not own:
+        message = f"`{param}` needs a token besides those that the tokenizer puts before every text."
+        raise ApiError(ErrorCode.INVALID_VALUE, message, param)
+    return own
 
 
 async def _tokens(
-    engine: EngineClient, prompt: SweepText, http: Request, param: str
+    engine: EngineClient, given: SweepText, http: Request, param: str
 ) -> tuple[list[int], list[str]]:
-    """Return the ids and the texts of the tokens of a text, of ids or of a conversation."""
-    content: Any = prompt
-    is_chat = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    request = TokenizeMessages(messages=content) if is_chat else TokenizePrompt(prompt=content)
+    asked: Any = given
+    is_chat = isinstance(given, list) and not isinstance(given[0], int)
+    wanted = TokenizeMessages(messages=asked) if is_chat else TokenizePrompt(prompt=asked)
     try:
-        reply = await engine.tokenize(TokenizeRequest(request), http)
+        reply = await engine.tokenize(TokenizeRequest(wanted), http)
     except ApiError as error:
         raise ApiError(error.code, f"`{param}`: {error.message}", param) from error
     tokens = (reply.body or {})["tokens"]
     if not tokens:
         raise ApiError(ErrorCode.INVALID_VALUE, f"`{param}` needs a token, and has none.", param)
-    ids = content if isinstance(prompt, list) and not is_chat else [token["id"] for token in tokens]
-    return [*ids], [token["text"] for token in tokens]
+    ids = asked if isinstance(given, list) and not is_chat else [one["id"] for one in tokens]
+    return [*ids], [one["text"] for one in tokens]

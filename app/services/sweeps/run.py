@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
 
-from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.errors import ApiError, ErrorCode, clip
 from api_schemas.interventions import FIELD, Operation
 from api_schemas.sweeps import (
     MAX_FAILED_SHOWN,
@@ -64,9 +64,10 @@ _MAX_TOKENS: Final = 2**31
 _LARGEST: Final = float(np.finfo(np.float32).max)
 _CELL_ERRORS: Final = {
     ErrorCode.NOT_FINITE, ErrorCode.INTERVENTION_FAILED, ErrorCode.PROMPT_WAS_CHUNKED,
-    ErrorCode.ENGINE_CAPTURE_FULL,
 }  # fmt: skip
-"""Errors of one cell's numbers, or of the moment; others are mistakes of the request."""
+"""Errors of one cell; others are mistakes of the request."""
+_PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0)
+"""Before each further attempt while the server has no room for results."""
 _FIELDS: Final = {
     "vector": "vector", "units": "heads", "where": "positions", "scale": "strengths",
     "changes": "features", "dictionary": "dictionary",
@@ -76,23 +77,26 @@ _METRIC_FIELDS: Final = {"targets.0": "token", "targets.1": "other", "features.0
 
 
 async def run_sweep(
-    components: Components, sweep: AnySweep, http: Request, caller: Principal, report: Report
+    context: Components, wanted: AnySweep, http: Request, caller: Principal, report: Report
 ) -> Sweep:
-    """Run a sweep in its turn; raises ApiError for an invalid one, beyond a limit, or ``queue_full``."""
+    """Raise ApiError for an invalid request, beyond a limit or a quota, or ``queue_full``."""
     # Without headers, since the request's own X-Request-Id must not be used for all cells' requests.
     quiet = Request({**http.scope, "headers": []}, http.receive)
     prompts = [
-        await swept_prompt(components.engine, sweep, index, quiet) for index in range(len(sweep.prompts))
+        await swept_prompt(context.engine, wanted, index, quiet) for index in range(len(wanted.prompts))
     ]
-    grid = grid_of(sweep, components.engine.capabilities(), [len(prompt.changed) for prompt in prompts])
-    work = SweepWork(components, sweep, quiet, caller, prompts, grid)
-    work.continuation = await continuation_of(components.engine, sweep, quiet)
+    grid = grid_of(wanted, context.engine.capabilities(), [len(prompt.changed) for prompt in prompts])
+    work = SweepWork(context, wanted, quiet, caller, prompts, grid)
+    work.continuation = await continuation_of(context.engine, wanted, quiet)
     work.check()
     admitted = context_of(http.scope).admitted
+    estimate = Estimate(min(work.num_tokens, _MAX_TOKENS), 0)
     if admitted is not None:
-        await admitted.reserve(Estimate(min(work.num_tokens, _MAX_TOKENS), 0))
+        admitted.check_alone(estimate)
     await work.resolve()
-    async with components.sweeps.request(caller.tenant):
+    async with context.sweeps.request(caller.tenant):
+        if admitted is not None:  # not before its turn, so that the tokens count when it runs
+            await admitted.reserve(estimate)
         return await work.result(report)
 
 
@@ -105,19 +109,18 @@ class SweepWork:
 
     def __init__(
         self,
-        components: Components,
-        sweep: AnySweep,
+        context: Components,
+        wanted: AnySweep,
         http: Request,
         caller: Principal,
         prompts: list[SweptPrompt],
         grid: Grid,
     ) -> None:
-        self._components, self._http, self._caller = components, http, caller
-        self._sweep, self._prompts, self._grid = sweep, prompts, grid
-        self._writes = CellWrites(sweep, grid)
+        self._context, self._http, self._caller = context, http, caller
+        self._wanted, self._prompts, self._grid = wanted, prompts, grid
+        self._writes = CellWrites(wanted, grid)
         self._metric: tuple[Operation, ...] = ()
-        # Whether cells are of the control: all as they are, then all with random vectors.
-        self._sides = (False, True) if isinstance(sweep, SteerSweep) and sweep.control else (False,)
+        self._sides = (False, True) if isinstance(wanted, SteerSweep) and wanted.control else (False,)
         self._total = grid.num_cells * len(self._sides)
         self._gate = asyncio.Semaphore(_IN_FLIGHT)
         self._failed: list[FailedCell] = []
@@ -127,16 +130,27 @@ class SweepWork:
     @property
     def num_tokens(self) -> int:
         """The tokens of all runs, each of which generates one."""
-        cells_of_each, num_behind = self._total // len(self._prompts), len(self.continuation) + 1
+        of_each, more = self._total // len(self._prompts), len(self.continuation) + 1
         return sum(
-            cells_of_each * (len(prompt.changed) + num_behind)
-            + sum(len(ids) + num_behind for ids in (prompt.clean, prompt.corrupted) if ids is not None)
-            for prompt in self._prompts
+            of_each * (len(one.changed) + more)
+            + sum(
+                (len(ids) + more) * len(self._writes.captures(one, is_changed=ids is one.changed))
+                for ids in (one.clean, one.corrupted)
+                if ids is not None
+            )
+            for one in self._prompts
         )
 
     def check(self) -> None:
-        """Raise ApiError ``invalid_value`` beyond the limits of a sweep or of the model's context."""
-        bounds, sizes = self._components.settings.bounds, self._components.engine.capabilities().sizes
+        """Raise ApiError for an unknown model, or beyond the limits of a sweep or of the model's context."""
+        bounds, sizes = self._context.settings.bounds, self._context.engine.capabilities().sizes
+        served = self._context.engine.served()
+        if self._model not in (*served.names, *served.adapters):
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"The model {clip(self._model)!r} does not exist; GET /v1/models lists the names.",
+                "model",
+            )
         if self._total > bounds.max_sweep_cells:
             axes = " × ".join(f"{len(labels)} {name}s" for name, labels in self._grid.axes.items())
             control = " × 2 with the control" if len(self._sides) > 1 else ""
@@ -145,7 +159,7 @@ class SweepWork:
                 f"A sweep has at most {bounds.max_sweep_cells} cells, got {self._total}: {axes}{control}.",
             )
         num_bytes = self._writes.num_bytes(self._prompts)
-        if isinstance(self._sweep.metric, KlMetric):
+        if isinstance(self._wanted.metric, KlMetric):
             num_bytes += len(self._prompts) * sizes.vocab_size * np.dtype(np.float64).itemsize
         if num_bytes > bounds.max_sweep_bytes:
             raise ApiError(
@@ -153,6 +167,16 @@ class SweepWork:
                 f"A sweep keeps at most {bounds.max_sweep_bytes} bytes of its runs without interventions, "
                 f"and this one {num_bytes}; name fewer prompts, layers or positions.",
                 "prompts",
+            )
+        largest = max(
+            self._writes.bytes_of(Cell(0, at), self._prompts[at["prompt"]]) for at in self._grid.cells()
+        )
+        if largest > bounds.max_tensor_bytes:
+            raise ApiError(
+                ErrorCode.TENSOR_TOO_LARGE,
+                f"A cell may write {bounds.max_tensor_bytes} bytes, and one here writes {largest}; name "
+                "`positions`, or shorter prompts.",
+                "positions",
             )
         most = sizes.max_model_len - len(self.continuation) - 1
         for index, prompt in enumerate(self._prompts):
@@ -166,20 +190,19 @@ class SweepWork:
 
     async def resolve(self) -> None:
         """Find what the request's names stand for; raises ApiError if there is nothing of a name."""
-        record, metric = context_of(self._http.scope).record, metric_operation(self._sweep.metric)
-        named_writes = self._writes.named
-        operations = (*named_writes.values(), *(() if metric is None else (metric,)))
-        record.note_operations({"model": self._sweep.model}, operations)
-        record.operations = [self._sweep.method, *([] if metric is None else [metric.op])]
+        record, metric = context_of(self._http.scope).record, metric_operation(self._wanted.metric)
+        named = self._writes.named
+        operations = (*named.values(), *(() if metric is None else (metric,)))
+        record.note_operations({"model": self._wanted.model}, operations)
+        record.operations = [self._wanted.method, *([] if metric is None else [metric.op])]
         try:
-            resolved: Any = await with_values(operations, self._http, self._components, self._caller)
+            found: Any = await with_values(operations, self._http, self._context, self._caller)
         except ApiError as error:
-            raise _placed(error, len(named_writes)) from error
-        self._metric = resolved[len(named_writes) :]
-        self._writes.resolve(resolved[: len(named_writes)])
+            raise self._placed(error, len(named)) from error
+        self._metric = found[len(named) :]
+        self._writes.resolve(found[: len(named)])
 
     async def result(self, report: Report) -> Sweep:
-        """Run the prompts without interventions, then all cells in batches; ``report`` gets the progress."""
         baselines = await _all([self._baseline(prompt) for prompt in self._prompts])
         values = np.full((len(self._sides), self._grid.num_cells), np.nan, np.float32)
         began, num_done = time.monotonic(), 0
@@ -198,72 +221,68 @@ class SweepWork:
         return await self._answer(values, baselines)
 
     async def _answer(self, values: npt.NDArray[np.float32], baselines: list[SweepBaseline]) -> Sweep:
-        """Return the sweep's response, with ``values`` of each side and cell by the shown axes."""
         grid, scope = self._grid, self._http.scope
         shape = tuple(len(grid.axes[name]) for name in grid.dims)
         tensors = {
             name: TensorResult("float32", shape, side.astype("<f4").tobytes())
             for name, side in zip(("values", "control"), values, strict=False)
         }
-        settings, path = self._components.settings, str(scope.get("root_path", ""))
-        answer_fields = await tensors_json(
-            tensors, self._components.store, context_of(scope), settings, base_path=path
+        settings, path = self._context.settings, str(scope.get("root_path", ""))
+        store, work = self._context.store, context_of(scope)
+        found = await _once_there_is_room(
+            lambda: tensors_json(tensors, store, work, settings, base_path=path)
         )
         return Sweep(
             model=self._model,
-            method=self._sweep.method,
-            metric=self._sweep.metric.type,
+            method=self._wanted.method,
+            metric=self._wanted.metric.type,
             dims=grid.dims,
             coords={name: grid.axes[name] for name in grid.dims},
             baselines=baselines,
             tokens=[prompt.tokens for prompt in self._prompts],
             num_failed=self._num_failed,
-            failed=sorted(self._failed, key=lambda cell: (cell.control, cell.index)),
-            **answer_fields,
+            failed=sorted(self._failed, key=lambda one: (one.control, one.index)),
+            **found,
         )
 
     @property
     def _model(self) -> str:
-        return self._sweep.model or self._components.engine.served().names[0]
+        return self._wanted.model or self._context.engine.served().names[0]
 
     async def _baseline(self, prompt: SweptPrompt) -> SweepBaseline:
         """Run a prompt without interventions, and keep what its cells need."""
         runs = {"clean": prompt.clean, "corrupted": prompt.corrupted}
-        ids_by_run = {name: ids for name, ids in runs.items() if ids is not None}
-        readings = await _all([self._unsteered(prompt, ids) for ids in ids_by_run.values()])
-        finite: dict[str, float | None] = {}
-        for name, reading in zip(ids_by_run, readings, strict=True):
-            score = self._score(reading, prompt)
-            finite[name] = score if math.isfinite(score) else None
+        given = {name: ids for name, ids in runs.items() if ids is not None}
+        readings = await _all([self._unsteered(prompt, ids) for ids in given.values()])
+        scores = {name: self._score(one, prompt) for name, one in zip(given, readings, strict=True)}
+        found = {name: score if math.isfinite(score) else None for name, score in scores.items()}
         changed = "clean" if prompt.changed is prompt.clean else "corrupted"
-        return SweepBaseline(
-            clean=finite["clean"], corrupted=finite.get("corrupted"), unsteered=finite[changed]
-        )
+        return SweepBaseline(clean=found["clean"], corrupted=found.get("corrupted"), unsteered=found[changed])
 
     async def _unsteered(self, prompt: SweptPrompt, ids: list[int]) -> Floats:
-        """Run one text of a prompt; keep its values in ``prompt``, and return what the metric reads."""
         is_changed = ids is prompt.changed
-        captures = self._writes.captures(prompt, is_changed=is_changed)
-        async with self._gate:
-            try:
-                (choice,) = await self._choices([ids], captures)
-            except ApiError as error:
-                raise _placed(error, len(captures)) from error
-        rows, reading = _rows_of(choice) if captures else {}, self._reading(choice, len(ids))
+        rows = prompt.own_rows if is_changed else prompt.rows
+        readings = []
+        for captures in self._writes.captures(prompt, is_changed=is_changed):
+            async with self._gate:
+                try:
+                    (choice,) = await self._choices([ids], captures)
+                except ApiError as error:
+                    raise self._placed(error, len(captures)) from error
+                readings.append(self._reading(choice, len(ids)))
+                for point, found in (await asyncio.to_thread(_rows_of, choice) if captures else {}).items():
+                    rows.setdefault(point, {}).update(found)
         if is_changed:
-            prompt.own_rows, prompt.unsteered = rows, reading
-        else:
-            prompt.rows = rows
-        return reading
+            prompt.unsteered = readings[0]
+        return readings[0]
 
     def _batches(self) -> Iterator[list[Cell]]:
-        """Yield all cells in batches, each of at most a step's tokens and of bounded bytes."""
-        most = self._components.engine.capabilities().limits.max_num_batched_tokens
+        most = self._context.engine.capabilities().limits.max_num_batched_tokens
         batch: list[Cell] = []
         num_tokens = num_bytes = 0
         for side in self._sides:
-            for number, indexes in enumerate(self._grid.cells()):
-                cell, prompt = Cell(number, indexes, side), self._prompts[indexes["prompt"]]
+            for number, at in enumerate(self._grid.cells()):
+                cell, prompt = Cell(number, at, side), self._prompts[at["prompt"]]
                 tokens = len(prompt.changed) + len(self.continuation)
                 size = self._writes.bytes_of(cell, prompt)
                 is_full = len(batch) == _BATCH_CELLS or num_tokens + tokens > most
@@ -277,15 +296,15 @@ class SweepWork:
     async def _scores(self, cells: Sequence[Cell]) -> list[float]:
         """Return the metric of each cell, NaN for those that fail, which are noted."""
         prompts = [self._prompts[cell.at["prompt"]] for cell in cells]
-        writes: list[Operation] = []
+        own: list[Operation] = []
         for index, (cell, prompt) in enumerate(zip(cells, prompts, strict=True)):
-            writes.append(self._writes.of(cell, prompt).model_copy(update={"prompts": [index]}))
+            own.append(self._writes.of(cell, prompt).model_copy(update={"prompts": [index]}))
             await asyncio.sleep(0)  # long prompts have large values
         try:
-            choices = await self._choices([prompt.changed for prompt in prompts], writes)
+            choices = await self._choices([prompt.changed for prompt in prompts], own)
         except ApiError as error:
             if error.code not in _CELL_ERRORS:
-                raise _placed(error, len(writes)) from error
+                raise self._placed(error, len(own)) from error
             if len(cells) > 1:  # the engine refuses a request as a whole
                 return [score for cell in cells for score in await self._scores([cell])]
             return [self._failing(cells[0], error.code, error.message)]
@@ -299,7 +318,6 @@ class SweepWork:
         return scores
 
     def _failing(self, cell: Cell, code: ErrorCode, message: str) -> float:
-        """Note a cell that failed, and return its score."""
         self._num_failed += 1
         if len(self._failed) < MAX_FAILED_SHOWN:
             index = [cell.at[name] for name in self._grid.dims]
@@ -316,26 +334,52 @@ class SweepWork:
             body["prompt_logprobs"] = 0
         isolate_cache(body, self._caller)
         operations = (*operations, *self._metric)
-        reply = await self._components.engine.completions(body, operations, self._http, inline=True)
+        engine, http = self._context.engine, self._http
+        reply = await _once_there_is_room(lambda: engine.completions({**body}, operations, http, inline=True))
         choices: list[JsonObject] = (reply.body or {})["choices"]
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
     def _reading(self, choice: JsonObject, prompt_len: int) -> Floats:
-        """Return what the metric reads of one choice."""
         if self.continuation:
             return perplexity(choice["prompt_logprobs"], self.continuation, prompt_len)
         return reading_of(choice[FIELD]["results"][METRIC])
 
     def _score(self, reading: Floats, prompt: SweptPrompt) -> float:
-        """Return the metric of a reading; for KL that is its divergence from the prompt's own."""
-        if isinstance(self._sweep.metric, KlMetric):
+        if isinstance(self._wanted.metric, KlMetric):
             return math.nan if prompt.unsteered is None else divergence(prompt.unsteered, reading)
         return float(reading)
+
+    def _placed(self, error: ApiError, num_writes: int) -> ApiError:
+        """Return an error of an operation as one of the field of the sweep that it comes from."""
+        head, _, path = (error.param or "").partition(".")
+        number, _, rest = path.partition(".")
+        if head != FIELD or not number.isdecimal():
+            return error
+        field = rest.partition(".")[0]
+        if int(number) >= num_writes:
+            param = ".".join(filter(None, ["metric", _METRIC_FIELDS.get(rest, rest)]))
+        elif field == "where" and "where" in self._wanted.model_fields_set:
+            param = rest
+        else:
+            param = _FIELDS.get(field, "points")
+        return ApiError(error.code, f"`{param}`: {error.message}", param)
+
+
+async def _once_there_is_room(make: Callable[[], Awaitable[T]]) -> T:
+    """Try again after pauses while there is no room for results, a shortage of the moment."""
+    for pause_s in _PAUSES_S:
+        try:
+            return await make()
+        except ApiError as error:
+            if error.code != ErrorCode.ENGINE_CAPTURE_FULL:
+                raise
+        await asyncio.sleep(pause_s)
+    return await make()
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Await coroutines together; if one fails, or this is cancelled, all are cancelled and awaited."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
+    tasks = [asyncio.create_task(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -345,7 +389,6 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _rows_of(choice: JsonObject) -> Rows:
-    """Return the values that a choice of a run without interventions has captured for patches."""
     rows: Rows = {}
     for name, result in choice[FIELD]["results"].items():
         positions = result["positions"]
@@ -353,19 +396,3 @@ def _rows_of(choice: JsonObject) -> Rows:
             values = array_of(tensor).reshape(len(positions), -1)
             rows[point] = dict(zip(positions, values, strict=True))
     return rows
-
-
-def _placed(error: ApiError, num_writes: int) -> ApiError:
-    """Return an error of an operation as one of the field of the sweep that it comes from.
-
-    The metric's operation stands behind ``num_writes`` others.
-    """
-    head, _, path = (error.param or "").partition(".")  # interventions.NUMBER.FIELD
-    number, _, field = path.partition(".")
-    if head != FIELD or not number.isdecimal():
-        return error
-    if int(number) >= num_writes:
-        param = ".".join(filter(None, ["metric", _METRIC_FIELDS.get(field, field)]))
-    else:
-        param = _FIELDS.get(field.partition(".")[0], "points")
-    return ApiError(error.code, f"`{param}`: {error.message}", param)

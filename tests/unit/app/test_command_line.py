@@ -366,6 +366,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a point without taps": (["serve", "--taps", "layers.1.mlp.output"], "taps lie in the residual stream"),
     "a missing file of options": (["serve", "--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
     "a misspelt setting": (["NNSIGHT_ENGINE_PROT=1", "serve"], "did you mean NNSIGHT_ENGINE_PORT?"),
+    "a removed setting": (
+        ["NNSIGHT_ENGINE_PRESET_STORE_BYTES=1", "serve"],
+        "NNSIGHT_ENGINE_PRESET_STORE_BYTES is gone: it is a constant now (decision 64); remove the variable",
+    ),
     "a wrong setting": (["NNSIGHT_ENGINE_PORT=many", "serve"], "the variable NNSIGHT_ENGINE_PORT is wrong"),
     "the older runner": (["VLLM_USE_V2_MODEL_RUNNER=0", "serve", "{folder}"], "need vLLM's model runner V2"),
     "no plugins": (

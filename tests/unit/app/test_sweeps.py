@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from api_schemas.errors import ApiError
+from api_schemas.generation import TokenizePrompt, TokenizeRequest
 from api_schemas.server import Capabilities
 from api_schemas.sweeps import AnySweep, SweepRequest
 from api_schemas.tensors import TensorObject
+from app.engine.client import EngineReply
 from app.http.errors import validated
 from app.services.sweeps.grid import grid_of
 from app.services.sweeps.metrics import divergence, metric_operation, perplexity, reading_of
-from app.services.sweeps.prompts import SweptPrompt
+from app.services.sweeps.prompts import SweptPrompt, continuation_of
 from app.services.sweeps.writes import Cell, CellWrites, random_like
 from tests.fakes.results import CAPABILITIES
 
@@ -87,6 +89,11 @@ def test_what_is_not_there_is_refused_with_its_field() -> None:
     assert refused(PATCH, positions=[-4]) == ("position_out_of_range", "positions.0")
     assert refused(PATCH, positions=[0, -3]) == ("invalid_value", "positions")
     assert refused(PATCH, 3, 4, positions="all") == ("invalid_value", "positions")
+    for at, code in (
+        ("layers.*.output", "invalid_value"), ("layers.9.output", "unknown_layer"), ("x", "unknown_point"),
+    ):  # fmt: skip
+        probe = {"type": "probe", "at": at, "weights": [1.0] * 8}
+        assert refused(PATCH, metric=probe) == (code, "metric.at")
 
 
 @pytest.mark.parametrize("body", ALL, ids=lambda body: body["method"])
@@ -154,6 +161,16 @@ def test_what_a_method_may_not_say(body: dict[str, Any], more: dict[str, Any]) -
         parsed(body, **more)
 
 
+@pytest.mark.parametrize("body", [ABLATE, STEER, FEATURE], ids=lambda body: body["method"])
+@pytest.mark.parametrize("field", ["positions", "tokens"])
+def test_where_is_bounded(body: dict[str, Any], field: str) -> None:
+    for part, param in ((lambda one: one, "where"), (lambda one: {"exclude": one}, "where.exclude")):
+        parsed(body, where=part({field: [*range(1024)]}))
+        with pytest.raises(ApiError) as caught:
+            parsed(body, where=part({field: [*range(1025)]}))
+        assert (caught.value.code, caught.value.param) == ("invalid_value", f"{param}.{field}")
+
+
 def test_prompts_are_text_and_images_are_refused() -> None:
     chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     parsed(ABLATE, prompts=[{"clean": chat}, {"clean": [1, 2]}, {"clean": "a"}])
@@ -177,8 +194,31 @@ def test_a_patch_of_one_head_leaves_the_others_as_they_are() -> None:
     written = np.frombuffer(patch.values.raw, "<f4")
     assert written.tolist() == [-1.0] * 8 + [8.0, 9.0, 10.0, 11.0]
     assert writes.num_bytes([prompt]) == 2 * 12 * 4
-    both = [writes.captures(prompt, is_changed=one)[0] for one in (False, True)]
+    both = [writes.captures(prompt, is_changed=one)[0][0] for one in (False, True)]
     assert all(one.where.positions == [1] for one in both if one.op == "capture")
+
+
+def test_large_captures_are_split_into_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = ["layers.{layer}.output", "layers.{layer}.input"]
+    wanted = parsed(PATCH, points=several, layers=[0, 1], positions="all")
+    prompt = SweptPrompt([0, 1, 2], [3, 4, 5], [3, 4, 5], ["d", "e", "f"])
+    writes = CellWrites(wanted, grid_of(wanted, MODEL, [3]))
+    row = 8 * 4
+
+    def split(num_rows: int) -> list[list[tuple[Any, ...]]]:
+        monkeypatch.setattr("app.services.sweeps.writes._CAPTURED_BYTES", num_rows * row)
+        asked: Any = writes.captures(prompt, is_changed=False)
+        return [[(one.name, one.at, one.where.positions) for one in captures] for captures in asked]
+
+    outputs, inputs = [[f"layers.{layer}.{name}" for layer in (0, 1)] for name in ("output", "input")]
+    every = [0, 1, 2]
+    assert split(12) == [[("rows0", outputs, every), ("rows1", inputs, every)]]
+    assert split(9) == [
+        [("rows0", outputs, every), ("rows1", inputs[:1], every)], [("rows1", inputs[1:], every)],
+    ]  # fmt: skip
+    assert [at for captures in split(2) for _, (at,), _ in captures] == [*outputs, *inputs] * 2
+    assert [positions for captures in split(2) for *_, positions in captures] == [[0, 1]] * 4 + [[2]] * 4
+    assert writes.captures(prompt, is_changed=True) == [[]]
 
 
 def test_a_control_is_random_as_long_as_the_vector_and_the_same_for_a_seed() -> None:
@@ -202,6 +242,23 @@ def test_a_control_is_random_as_long_as_the_vector_and_the_same_for_a_seed() -> 
 )
 def test_a_metric_is_read_at_the_last_position(result: dict[str, Any], found: float) -> None:
     assert float(reading_of(result)) == pytest.approx(found, nan_ok=True)
+
+
+async def test_a_continuation_needs_a_token_of_its_own() -> None:
+    class Tokenizer:
+        async def tokenize(self, wanted: TokenizeRequest, _: object) -> EngineReply:
+            assert isinstance(wanted.root, TokenizePrompt)
+            tokens = [{"id": index, "text": text} for index, text in enumerate(("<s>", *wanted.root.prompt))]
+            return EngineReply(body={"tokens": tokens if wanted.root.prompt != "\u200b" else tokens[:1]})
+
+    engine: Any = Tokenizer()
+    http: Any = None
+    found = parsed(ABLATE, metric={"type": "perplexity", "continuation": "ab"})
+    assert await continuation_of(engine, found, http) == [1, 2]
+    nothing = parsed(ABLATE, metric={"type": "perplexity", "continuation": "\u200b"})
+    with pytest.raises(ApiError) as caught:
+        await continuation_of(engine, nothing, http)
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "metric.continuation")
 
 
 def test_divergence_and_perplexity() -> None:

@@ -167,6 +167,10 @@ def test_two_axes_of_a_sweep_are_a_map_of_the_change() -> None:
     second = sweep_figure(several, at={"prompt": 1}, control=True).axes[0]
     assert ticks(second.xaxis) == ["0 A", "1 ·sea"]
     np.testing.assert_array_equal(np.asarray(second.images[0].get_array()), [[-7, -8], [-9, -10]])
+    prompts = sweep(("prompt", [0, 1]), POSITIONS) | {"baselines": [{"unsteered": 1.0}, {"unsteered": 3.0}]}
+    each = sweep_figure(prompts).axes[0]
+    assert (ticks(each.yaxis), ticks(each.xaxis)) == (["0", "1"], ["0", "1"])
+    np.testing.assert_array_equal(np.asarray(each.images[0].get_array()), [[0, 1], [0, 1]])
 
 
 def test_one_axis_of_a_sweep_is_a_curve_beside_its_control() -> None:
@@ -176,6 +180,8 @@ def test_one_axis_of_a_sweep_is_a_curve_beside_its_control() -> None:
     np.testing.assert_array_equal(random.get_xydata(), [[-1, -2], [3, -1]])
     assert np.asarray(baseline.get_ydata()).tolist() == [2.0, 2.0]
     assert is_drawn(figure)
+    for without in (sweep(("prompt", [0, 1])), sweep(LAYERS) | {"baselines": [{"unsteered": None}]}):
+        assert len(sweep_figure(without).axes[0].lines) == 1
     named = sweep_figure(sweep(LAYERS, ("feature", ["law", 7])), at={"layer": 8}).axes[0]
     assert ticks(named.xaxis) == ["law", "7"]
     assert np.asarray(named.lines[0].get_ydata()).tolist() == [3, 4]
@@ -272,6 +278,11 @@ def test_draws_on_the_given_axes_and_of_fewer_queries_than_keys_the_last() -> No
         (lambda: sweep_figure(sweep(LAYERS, POSITIONS), at={"magic": 5}), "one or two axes"),
         (lambda: sweep_figure(sweep(("layer", [1]))), "one or two axes"),
         (lambda: sweep_figure(sweep(LAYERS, POSITIONS), control=True), "no control"),
+        (lambda: sweep_figure(sweep(LAYERS, POSITIONS) | {"baselines": [{}]}), "no change to draw"),
+        (
+            lambda: sweep_figure(sweep(("prompt", [0, 1]), LAYERS) | {"baselines": [{"unsteered": 1}, {}]}),
+            "no change to draw",
+        ),
     ],
 )
 def test_what_a_picture_cannot_be_made_of_is_said(draw: Any, message: str) -> None:
