@@ -78,12 +78,14 @@ PUBLIC: Final = (
     "nnsight_engine.serialization.source.import_resolution.register_by_value",
     "nnsight_engine.serialization.source.import_resolution.unregister_by_value",
     "nnsight_engine.modeling.bundled.bundled_model_path",
+    "nnsight_engine.harvesting.call.harvest",
     "nnsight_engine.core.config.CONFIG",
 )
 BEHIND: Final = (
     "nnsight_engine.modeling.transformers.TransformersModel",
     "nnsight_engine.envoys.tracers.interleaving.InterleavingTracer",
     "nnsight_engine.viz",
+    "nnsight_engine.datasets",
 )
 
 
