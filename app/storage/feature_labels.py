@@ -67,7 +67,7 @@ def _distinct_words(words: Sequence[str]) -> list[str]:
 
 
 def ids_of(session: Session, dictionary: int, labels: Sequence[str], limit: int) -> dict[str, list[int]]:
-    """Return the features that have exactly one of the labels, at most ``limit`` each, by label."""
+    """Return the features whose label equals one of ``labels``, at most ``limit`` each, by label."""
     row, ids_by_label = FeatureLabelRow, dict[str, list[int]]()
     for label in labels:
         query = select(row.feature).where(row.dictionary == dictionary, row.text == label)

@@ -219,7 +219,10 @@ def _map(tree: object, fn: MapFunction, depth: int, other: LeafFunction | None) 
 
 
 def _map_pair(full: object, part: object, fn: PairFunction, path: str, depth: int) -> object:
-    """Do ``map_pairs`` below the root, at ``path``."""
+    """Return ``full`` with ``fn(its tensor, part's at the same place)`` for each; itself if none changes.
+
+    ``path`` is this place, for errors.
+    """
     if isinstance(full, Tensor):
         if not isinstance(part, Tensor):
             raise TreeMismatchError(path, f"expected a tensor, got {_describe(part)}")

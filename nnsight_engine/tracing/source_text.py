@@ -71,7 +71,10 @@ _CLAUSES = ("else", "elif", "except", "finally", "case", ")", "]", "}")
 
 
 def find_statement(history: Sequence[str], wanted: CodeType) -> str | None:
-    """Return the newest statement in ``history``, oldest first, that compiles to ``wanted`` or around it."""
+    """Return the newest statement of the lines typed at the prompt whose code is or contains ``wanted``.
+
+    The oldest line is the first. readline leaves out blank and repeated lines, so these are guessed.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings were shown when the statement ran
         for start in reversed(range(len(history))):
@@ -134,7 +137,7 @@ def _last_line(code: CodeType) -> int:
 
 
 def find_timed_cell(wanted: CodeType) -> str | None:
-    """Return the body of the newest ``%%time`` cell that compiles to ``wanted`` or to code around it."""
+    """Return the body of the newest ``%%time`` cell whose code is or contains ``wanted``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings were shown when the cell ran
         for text in _bodies():

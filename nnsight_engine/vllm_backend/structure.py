@@ -63,7 +63,7 @@ class _Call:
 
 
 class _RecordedRun(NamedTuple):
-    """A run of a model: the calls of the blocks at a path, the module that ends the model, its output."""
+    """A run of a model: the calls of the blocks at a path, the module that outputs_of_others the model, its output."""
 
     layers: str
     calls: list[_Call]
@@ -176,7 +176,7 @@ def _recorded_run(runs: Runs) -> _RecordedRun:
     stacks = {path: [*module] for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     blocks = {id(block) for stack in stacks.values() for block in stack}
     calls: list[_Call] = []
-    ends: list[tuple[str, torch.Tensor]] = []
+    outputs_of_others: list[tuple[str, torch.Tensor]] = []
     inputs_of_open_calls: list[dict[int | str, torch.Tensor]] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -184,13 +184,14 @@ def _recorded_run(runs: Runs) -> _RecordedRun:
         inputs_of_open_calls.append({key: value.clone() for key, value in arguments if runs.is_stream(value)})
 
     def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        # Copied, since later modules write in place. One of the others is the final norm.
         values = output if isinstance(output, tuple) else (output,)
         copies = [value.clone() if runs.is_stream(value) else None for value in values]
         inputs = inputs_of_open_calls.pop()
         if id(module) in blocks:
             calls.append(_Call(module, inputs, copies, isinstance(output, tuple)))
         elif copies[0] is not None:
-            ends.append((paths[id(module)], copies[0]))
+            outputs_of_others.append((paths[id(module)], copies[0]))
 
     with contextlib.ExitStack() as stack:
         for module in model.modules():
@@ -212,7 +213,9 @@ def _recorded_run(runs: Runs) -> _RecordedRun:
     path = max(in_order, key=lambda path: (len(stacks[path]) == runs.num_layers, len(in_order[path])))
     around = {"", *(path[:end] for end in range(len(path)) if path[end] == ".")}
     matching_ends = (
-        end for end in ends if end[0] not in around and torch.equal(end[1].flatten(0, -2), output)
+        end
+        for end in outputs_of_others
+        if end[0] not in around and torch.equal(end[1].flatten(0, -2), output)
     )
     return _RecordedRun(path, in_order[path], next(matching_ends, None), output)
 
