@@ -63,7 +63,7 @@ class _Call:
 
 
 class _RecordedRun(NamedTuple):
-    """A run of a model: the calls of the blocks at a path, the module that outputs_of_others the model, its output."""
+    """A run of a model: the calls of the blocks at a path, the module that ends the model, its output."""
 
     layers: str
     calls: list[_Call]
