@@ -105,7 +105,7 @@ class RequestGroup:
     members: list[str]
 
     def join(self, request_id: str, entry: TraceEntry) -> None:
-        """Count a choice of a block as arrived; ``missing`` has how many are to come, None before the first."""
+        """Count a choice of a block as arrived; ``missing`` is the number to come, None before the first."""
         self.members.append(request_id)
         if entry.index in self.missing:
             num_missing = (self.missing[entry.index] or entry.num_choices) - 1
