@@ -61,6 +61,9 @@ TABLES: Final = {
     "sandbox": TableInfo("a sandboxed trace, compared with a trusted one", 15, 4, 1, _OFFLINE),
     "serialization": TableInfo("traces and saved values, compared with cloudpickle and a copy", 60, 5),
     "datasets": TableInfo("writing a dataset of activations, compared with dd on the same disk", 5, 1),
+    "harvest": TableInfo(
+        "a harvest of one layer, compared with the prompts alone and with transformers", 5, 1, 1, _ENGINE
+    ),
     "peers-local": TableInfo(
         "traces in one process, beside nnsight, interp-engine and hooks", 15, 3, 1, _OFFLINE
     ),
