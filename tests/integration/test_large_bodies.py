@@ -97,17 +97,17 @@ async def test_a_large_body_whose_client_leaves_costs_the_next_one_nothing(serve
 
 
 @pytest.mark.parametrize(
-    ("setting", "body"),
+    ("bound", "unit", "body"),
     [
-        ("max_field_objects", {"stop": [], "tools": [{}] * 9}),
-        ("max_field_values", {"logit_bias": {str(number): 1 for number in range(9)}}),
-        ("max_prompt_ids", {"prompt": list(range(9))}),
+        ("max_field_objects", "8 objects and lists", {"stop": [], "tools": [{}] * 9}),
+        ("max_field_values", "8 values", {"logit_bias": {str(number): 1 for number in range(9)}}),
+        ("max_prompt_ids", "8 values", {"prompt": list(range(9))}),
     ],
 )
 async def test_a_low_limit_on_fields_holds_for_small_bodies(
-    serve: Serve, error_of: ErrorCheck, setting: str, body: dict[str, Any]
+    serve: Serve, error_of: ErrorCheck, bound: str, unit: str, body: dict[str, Any]
 ) -> None:
-    async with serve(**{setting: 8}) as server:
+    async with serve(**{bound: 8}) as server:
         message = error_of(await server.complete(**body), 400, "invalid_value")
-        assert setting in message
+        assert unit in message
         assert (await server.complete(prompt="short")).status_code == 200
