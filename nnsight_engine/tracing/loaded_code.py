@@ -117,7 +117,7 @@ def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> It
         (
             statement
             for statement in tree.body
-            if _first_line(statement) <= node.lineno <= (statement.end_lineno or 0)
+            if first_line(statement) <= node.lineno <= (statement.end_lineno or 0)
         ),
         None,
     )
@@ -137,7 +137,8 @@ def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> It
             return
 
 
-def _first_line(node: ast.stmt) -> int:
+def first_line(node: ast.stmt | ast.expr) -> int:
+    """Return the first line of a definition, decorators included."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 

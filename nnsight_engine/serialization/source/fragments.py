@@ -15,7 +15,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from nnsight_engine.serialization.limits import Check
-from nnsight_engine.tracing.loaded_code import sent_name
+from nnsight_engine.tracing.loaded_code import first_line, sent_name
 from nnsight_engine.tracing.source_text import parameters, parse
 
 _READS_GLOBAL = frozenset(
@@ -182,12 +182,6 @@ def named_bases(fragment: SourceFragment) -> dict[str, int]:
     if any(isinstance(base, ast.Starred) for base in bases):
         return {}
     return {base.id: index for index, base in enumerate(bases) if isinstance(base, ast.Name)}
-
-
-def first_line(node: ast.stmt | ast.expr) -> int:
-    """Return the first line of a definition, decorators included."""
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def _move(error: SyntaxError, num_lines: int) -> None:

@@ -21,11 +21,10 @@ from nnsight_engine.serialization.source.fragments import (
     WHOLE_LINES,
     SourceFragment,
     compile_function,
-    first_line,
     nested_codes,
 )
 from nnsight_engine.tracing.block_names import mangled
-from nnsight_engine.tracing.loaded_code import defines, sent_name
+from nnsight_engine.tracing.loaded_code import defines, first_line, sent_name
 from nnsight_engine.tracing.source_text import ChangedSourceError, SourceText, parse
 from nnsight_engine.tracing.tracer import SITES
 
